@@ -1,0 +1,1 @@
+"""The `verl-dppo` command."""

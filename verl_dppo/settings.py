@@ -1,0 +1,172 @@
+"""The settings behind `algorithm.dppo.*`: frozen, and refused with the setting, its value and the way out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from verl_dppo.pruning.sampling import DESIGNS
+
+RULES = ("neyman", "threshold")
+# Named in the design of this plugin but not built: asking for one must not look as if it did something.
+NOT_BUILT = {
+    "preset": "set `algorithm.dppo.completion.rule=threshold` for the paper's completion rule",
+    "prompt": "prompts are not pruned yet; leave `algorithm.dppo.prompt` out",
+    "packing": "packing is not there yet; verl's own dynamic micro-batches pack the kept rows",
+    "balance": "the balancer is not there yet; verl's own balances the kept rows over ranks",
+    "anneal_fraction": "leave it out; start a second run with `algorithm.dppo.enable=false` for full batches at the
+    end", "completion.probe_every": "leave it out; `dppo/variance_inflation` reports the estimate without a probe",
+}
+
+
+class RefusedSettingError(ValueError):
+    """A setting, or a combination of settings, that would not train what it says."""
+
+
+def refuse(name: str, value: Any, reason: str, way_out: str) -> RefusedSettingError:
+    """Return the error for one refused setting, in the wording that all refusals share."""
+    return RefusedSettingError(f"{name}={value} is refused: {reason}. Way out: {way_out}.")
+
+
+def _number(name: str, value: Any, kind: type) -> None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        valid = valid and isinstance(value, int)
+    if not valid:
+        raise refuse(name, repr(value), f"it is not {'an integer' if kind is int else 'a number'}", "give one")
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise refuse(name, value, "no such choice", f"use one of {', '.join(choices)}")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise refuse(name, repr(value), "it is neither true nor false", "give one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionSettings:
+    """Which completions of a group are trained on, after the rewards are known."""
+
+    enable: bool = True
+    """Prune completions. Off, every completion is trained on with weight 1 by verl's own code."""
+
+    rule: str = "neyman"
+    """`neyman`: least variance for a token budget. `threshold`: the paper's, below-mean |advantage| is kept at 1 -
+    rate."""
+
+    keep: float = 0.6
+    """Neyman: expected share of the response tokens of informative rows that is kept, in (0, 1]."""
+
+    floor: float | None = None
+    """Neyman: smallest inclusion probability of an informative row, in (0, keep]; null means keep / 4."""
+
+    rate: float | None = None
+    """Threshold: probability that a below-mean row is dropped, in [0, 1); null means .5 with that rule."""
+
+    design: str = "pivotal"
+    """How the sample is drawn: `pivotal` (fixed size, spread over groups) or `poisson` (independent, for
+    comparison)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning, and what the chosen rule would ignore."""
+        prefix = "algorithm.dppo.completion."
+        _flag(prefix + "enable", self.enable)
+        _choice(prefix + "rule", self.rule, RULES)
+        _choice(prefix + "design", self.design, DESIGNS)
+        _number(prefix + "keep", self.keep, float)
+        if not 0 < self.keep <= 1:
+            way_out = "give a share in (0, 1]; to train on everything set algorithm.dppo.completion.enable=false"
+            raise refuse(prefix + "keep", self.keep, "a share of the tokens must be kept", way_out)
+        if self.rule == "neyman":
+            self._check_neyman(prefix)
+        else:
+            self._check_threshold(prefix)
+
+    def _check_neyman(self, prefix: str) -> None:
+        if self.rate is not None:
+            raise refuse(
+                prefix + "rate",
+                self.rate,
+                "rule=neyman does not use it",
+                f"set {prefix}keep, or {prefix}rule=threshold",
+            )
+        if self.floor is not None:
+            _number(prefix + "floor", self.floor, float)
+            if not 0 < self.floor <= self.keep:
+                reason = "a row below it could never be kept, or the budget could not be met"
+                raise refuse(prefix + "floor", self.floor, reason, f"give a value in (0, keep={self.keep}] or null")
+
+    def _check_threshold(self, prefix: str) -> None:
+        if self.floor is not None or self.keep != type(self).keep:
+            name, value = ("floor", self.floor) if self.floor is not None else ("keep", self.keep)
+            raise refuse(prefix + name, value, "rule=threshold does not use it", f"set {prefix}rate instead")
+        if self.rate is not None:
+            _number(prefix + "rate", self.rate, float)
+            if not 0 <= self.rate < 1:
+                reason = (
+                    "a below-mean row could never be kept, and no weight repairs that"
+                    if self.rate >= 1
+                    else "a negative rate"
+                )
+                raise refuse(prefix + "rate", self.rate, reason, "give a rate in [0, 1)")
+
+    @property
+    def drop_rate(self) -> float:
+        """The threshold rule's rate, with its default."""
+        return 0.5 if self.rate is None else self.rate
+
+    @property
+    def lowest_pi(self) -> float:
+        """The smallest inclusion probability that the rule gives an informative row."""
+        if self.rule == "threshold":
+            return 1 - self.drop_rate
+        return self.keep / 4 if self.floor is None else self.floor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPOSettings:
+    """All of `algorithm.dppo.*`."""
+
+    enable: bool = True
+    """Off, the trainer is stock verl to the last bit."""
+
+    seed: int = 0
+    """Seed of every draw. A draw depends on it and on the training step only, so that a resumed run repeats it."""
+
+    completion: CompletionSettings = field(default_factory=CompletionSettings)
+    """Pruning of completions."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        _flag("algorithm.dppo.enable", self.enable)
+        _number("algorithm.dppo.seed", self.seed, int)
+        if self.seed < 0:
+            raise refuse("algorithm.dppo.seed", self.seed, "a seed cannot be negative", "give an integer >= 0")
+
+    @property
+    def prunes_completions(self) -> bool:
+        """Whether anything differs from stock verl."""
+        return self.enable and self.completion.enable
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "DPPOSettings":
+        """Build the settings from plain nested mappings; a name that nobody reads is an error."""
+        known = _known(cls, values, "")
+        completion = known.pop("completion", {})
+        if not isinstance(completion, Mapping):
+            raise refuse("algorithm.dppo.completion", completion, "it is not a group of settings", "see dppo.yaml")
+        return cls(completion=CompletionSettings(**_known(CompletionSettings, completion, "completion.")), **known)
+
+
+def _known(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values as keyword arguments of `cls`, refusing names it does not have."""
+    names = {f.name for f in fields(cls)}
+    for name, value in values.items():
+        if name not in names:
+            full = prefix + name
+            reason = "not built yet" if full in NOT_BUILT else "no such setting"
+            way_out = NOT_BUILT.get(full, f"the settings here are {', '.join(sorted(names))}")
+            raise refuse(f"algorithm.dppo.{full}", value, reason, way_out)
+    return dict(values)

@@ -1,0 +1,73 @@
+"""The advantage estimator registered as `dppo`: GRPO's, with the statistics of the FULL group, also after pruning.
+
+verl's v1 trainer does not use it: v1 knows several trajectories per session under the name `grpo` only, and the DPPO
+trainer computes the advantage before it prunes. It serves RayPPOTrainer and training loops of your own, which compute
+advantages from what is left of a group: call `remember_full_groups` before you drop rows.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from verl.trainer.ppo.core_algos import register_adv_est
+
+_full_groups: dict[Hashable, tuple[float, float]] = {}
+
+
+def remember_full_groups(token_level_rewards: torch.Tensor, index: Sequence[Hashable]) -> None:
+    """Keep mean and standard deviation of the rewards of each group, in place of those of the step before.
+
+    Args:
+        token_level_rewards: (n, response_length) of the full batch.
+        index: (n,) the group of each row: verl's `uid`.
+    """
+    if len(index) != len(token_level_rewards):
+        raise ValueError(f"{len(index)} group labels for {len(token_level_rewards)} rows of rewards")
+    scores = token_level_rewards.sum(-1).to(torch.float64)
+    members: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(index):
+        members.setdefault(group, []).append(row)
+    _full_groups.clear()
+    for group, rows in members.items():
+        own = scores[rows]
+        # A group of one is scored as in verl's GRPO: mean 0 and deviation 1.
+        _full_groups[group] = (own.mean().item(), own.std().item()) if len(rows) > 1 else (0.0, 1.0)
+
+
+@register_adv_est("dppo")
+def compute_dppo_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Sequence[Hashable],
+    config: Any = None,
+    epsilon: float = 1e-6,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute (R - mean) / (std + epsilon) with the mean and std of the full group, on every response token.
+
+    Args:
+        token_level_rewards: (n, response_length) of the rows that are left.
+        response_mask: (n, response_length).
+        index: (n,) the group of each row.
+        config: verl's `algorithm` node; `norm_adv_by_std_in_grpo=False` leaves the division out (Dr.GRPO).
+        epsilon: as in verl's GRPO.
+
+    Returns:
+        Advantages and returns, both (n, response_length).
+
+    Raises:
+        RuntimeError: a group that `remember_full_groups` has not seen in this step.
+    """
+    unseen = [group for group in index if group not in _full_groups]
+    if unseen:
+        raise RuntimeError(
+            f"adv_estimator=dppo has no full-group statistics for group {unseen[0]!r} and {len(unseen) - 1} more: call "
+            "verl_dppo.training.advantage.remember_full_groups on the full batch before rows are dropped"
+        )
+    mean = torch.tensor([_full_groups[group][0] for group in index], device=token_level_rewards.device)
+    std = torch.tensor([_full_groups[group][1] for group in index], device=token_level_rewards.device)
+    advantage = token_level_rewards.sum(-1) - mean
+    if config is None or config.get("norm_adv_by_std_in_grpo", True):
+        advantage = advantage / (std + epsilon)
+    advantage = (advantage.unsqueeze(-1) * response_mask).to(token_level_rewards.dtype)
+    return advantage, advantage

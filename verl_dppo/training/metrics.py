@@ -1,0 +1,97 @@
+"""What a step reports under `dppo/*`, and what it makes good among verl's own metrics."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_dppo.pruning import CompletionPlan
+from verl_dppo.training.transform import FullBatch
+
+# Over trained-on rows only, and not to be had for the rest, whose log-probs were never computed.
+OF_KEPT_ROWS = ("actor/entropy",)
+# What pruning shortens, as verl times it.
+SHORTENED_PHASES = ("old_log_prob", "ref", "update_actor")
+
+
+def plan_metrics(full: FullBatch, plan: CompletionPlan, magnitude: NDArray[np.float64]) -> dict[str, float]:
+    """Describe a step's draw.
+
+    Args:
+        full: the n completions before pruning.
+        plan: what was drawn.
+        magnitude: (n,) estimated gradient norms, for the variance inflation.
+    """
+    n = full.length.size
+    drawn, live = plan.weight > 0, plan.pi > 0
+    trained = np.zeros(n, dtype=bool)
+    trained[plan.kept] = True
+    weight = plan.weight[drawn]
+    metrics = {
+        "prompts_drawn": float(full.group.max() + 1),
+        "completions_drawn": float(n),
+        "informative_fraction": float(live.mean()),
+        "kept_completions": float(drawn.sum()),
+        "kept_fraction": float(trained.mean()),
+        "kept_token_fraction": _share(full.length[trained], full.length),
+        "kept_informative_token_fraction": _share(full.length[drawn], full.length[live]),
+        "trained_sequence_token_fraction": _share(full.sequence_length[trained], full.sequence_length),
+        "tokens_saved": float(full.length[~trained].sum()),
+        "filler_rows": float(trained.sum() - drawn.sum()),
+        "padding_rows": float(sum(plan.padding)),
+        "rows_per_mini_batch": float(plan.rows_per_mini_batch),
+        "weight_max": float(weight.max(initial=0.0)),
+        "weight_mean": float(weight.mean()) if weight.size else 0.0,
+        # Its expectation is 1; a drift over many steps would be a fault in the draw.
+        "weight_sum_ratio": float(weight.sum() / live.sum()) if live.any() else 1.0,
+        "variance_inflation": variance_inflation(plan.pi, magnitude),
+    }
+    if full.mean_negative_log_prob is not None:
+        metrics["full/mean_negative_log_prob"] = full.mean_negative_log_prob
+    return {f"dppo/{name}": value for name, value in metrics.items()}
+
+
+def _share(part: NDArray, whole: NDArray) -> float:
+    total = float(whole.sum())
+    return float(part.sum()) / total if total else 1.0
+
+
+def variance_inflation(pi: NDArray[np.float64], magnitude: NDArray[np.float64]) -> float:
+    """Estimate rho, the variance added by the draw over that of the rollouts: sum (1/pi - 1) m^2 / sum m^2.
+
+    Independent draws are assumed, which the pivotal design stays below.
+    """
+    live = pi > 0
+    square = magnitude[live] ** 2
+    return float(((1 / pi[live] - 1) * square).sum() / square.sum()) if live.any() else 0.0
+
+
+def saved_time(timing: Mapping[str, float], trained_share: float, rho: float) -> dict[str, float]:
+    """Estimate what pruning saved in this step, in plain time and with the added noise paid for.
+
+    Args:
+        timing: seconds of each phase of this step, as verl names them.
+        trained_share: tokens that were processed over those of the full batch; the shortened phases are taken to be
+            proportional to it.
+        rho: the variance inflation.
+
+    Returns:
+        `seconds_saved`; `time_ratio`, full step over this one; `noise_equivalent_speedup`, the same when the noise is
+        averaged away by more prompts: 1 / ((s + t keep)(1 + rho) + f0) with the shares of rollout, update and the rest.
+    """
+    update = sum(timing.get(phase, 0.0) for phase in SHORTENED_PHASES)
+    step, rollout = timing["step"], timing.get("gen", 0.0)
+    saved = update * (1 / trained_share - 1) if trained_share > 0 else 0.0
+    rest = max(step - rollout - update, 0.0)
+    return {
+        "dppo/seconds_saved": saved,
+        "dppo/time_ratio": (step + saved) / step,
+        "dppo/noise_equivalent_speedup": (step + saved) / ((rollout + update) * (1 + rho) + rest),
+    }
+
+
+def rename_metrics_of_kept_rows(metrics: dict[str, float]) -> None:
+    """Move verl metrics that describe the trained-on rows only to `dppo/kept/*`, in place."""
+    for name in OF_KEPT_ROWS:
+        if name in metrics:
+            metrics[f"dppo/kept/{name}"] = metrics.pop(name)

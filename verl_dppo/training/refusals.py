@@ -1,0 +1,236 @@
+"""What a DPPO run refuses before any worker starts, each with the setting, its value and the way out.
+
+A refusal stands for something that would train with a biased gradient, or would quietly not train with DPPO at all.
+"""
+
+import math
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from packaging.specifiers import SpecifierSet
+
+from verl_dppo.settings import DPPOSettings, RefusedSettingError, refuse
+
+SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
+ROLLOUT_CORRECTION = "algorithm.rollout_correction"
+ACTOR = "actor_rollout_ref.actor"
+# Engines that run the actor, and how many devices one data-parallel rank of them spans.
+MODEL_PARALLEL = {
+    "fsdp": ("fsdp_config.ulysses_sequence_parallel_size",),
+    "fsdp2": ("fsdp_config.ulysses_sequence_parallel_size",),
+    "megatron": (
+        "megatron.tensor_model_parallel_size",
+        "megatron.pipeline_model_parallel_size",
+        "megatron.context_parallel_size",
+    ),
+}
+
+
+def _select(config: DictConfig, name: str, default: Any = None) -> Any:
+    value = OmegaConf.select(config, name)
+    return default if value is None else value
+
+
+def settings_of(config: DictConfig) -> DPPOSettings:
+    """Return the validated settings of a composed verl configuration.
+
+    Raises:
+        RefusedSettingError: `algorithm.dppo` is missing, or holds something that is refused.
+    """
+    node = OmegaConf.select(config, "algorithm.dppo")
+    if node is None:
+        way_out = "choose `algorithm=dppo` (on a config that is not verl's own: `+algorithm=dppo`)"
+        raise refuse("algorithm.dppo", None, "the DPPO trainer has no settings", way_out)
+    plain = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(plain, dict):
+        raise refuse("algorithm.dppo", plain, "it is not a group of settings", "choose `algorithm=dppo`")
+    return DPPOSettings.from_mapping({str(name): value for name, value in plain.items()})
+
+
+def data_parallel_ranks(config: DictConfig) -> int:
+    """Return the number of data-parallel ranks of the actor that the configuration asks for.
+
+    Raises:
+        RefusedSettingError: an engine that DPPO was not tested on, or devices that its ranks do not divide.
+    """
+    strategy = _select(config, f"{ACTOR}.strategy")
+    if strategy not in MODEL_PARALLEL:
+        way_out = f"use one of {', '.join(MODEL_PARALLEL)}"
+        raise refuse(f"{ACTOR}.strategy", strategy, "DPPO was not tested on this engine", way_out)
+    devices = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
+    span = math.prod(int(_select(config, f"{ACTOR}.{name}", 1)) for name in MODEL_PARALLEL[strategy])
+    if devices % span:
+        reason = f"one data-parallel rank spans {span} devices"
+        raise refuse("trainer.n_gpus_per_node * trainer.nnodes", devices, reason, f"use a multiple of {span}")
+    return devices // span
+
+
+def rows_multiple(config: DictConfig, ranks: int) -> int:
+    """Return what the rows of a mini-batch must be a multiple of: the ranks, times fixed micro-batch sizes."""
+    if _select(config, f"{ACTOR}.use_dynamic_bsz", False):
+        return ranks
+    names = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
+    if _select(config, f"{ACTOR}.use_kl_loss", False):
+        names.append("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu")
+    sizes = []
+    for name in names:
+        size = _select(config, name)
+        if size is None:
+            way_out = f"set it, or {ACTOR}.use_dynamic_bsz=true (the log-prob settings follow)"
+            raise refuse(name, None, "without dynamic micro-batches its size must be known", way_out)
+        sizes.append(int(size))
+    return ranks * math.lcm(*sizes)
+
+
+def _switch(config: DictConfig, name: str, reason: str, way_out: str) -> Iterator[RefusedSettingError]:
+    value = _select(config, name)
+    if value not in (None, False, ""):
+        yield refuse(name, value, reason, way_out)
+
+
+def _of_the_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
+    if not _select(config, "trainer.use_v1", True):
+        reason = "the deprecated RayPPOTrainer would train plain GRPO without a word"
+        yield refuse("trainer.use_v1", False, reason, "leave it true")
+    mode = _select(config, "trainer.v1.trainer_mode")
+    if mode != "dppo":
+        reason = f"the {mode} trainer would train plain GRPO without a word"
+        yield refuse(
+            "trainer.v1.trainer_mode", mode, reason, "leave it at dppo, which is verl's sync trainer with hooks"
+        )
+    estimator = _select(config, "algorithm.adv_estimator")
+    if estimator != "grpo":
+        reason = "v1 scores the sessions of a prompt together under the name grpo only"
+        yield refuse("algorithm.adv_estimator", estimator, reason, "leave it at grpo")
+    yield from _switch(config, "critic.enable", "DPPO prunes what a critic would train on", "set critic.enable=false")
+    n = int(_select(config, "actor_rollout_ref.rollout.n", 1))
+    if n < 2:
+        reason = "the advantage of a group of one is not defined"
+        yield refuse("actor_rollout_ref.rollout.n", n, reason, "sample at least 2 completions for each prompt")
+    yield from _switch(
+        config,
+        "algorithm.filter_groups.enable",
+        "dynamic sampling under DPPO is not tested yet",
+        "set algorithm.filter_groups.enable=false; DPPO drops constant groups itself, without more rollouts",
+    )
+
+
+def _of_the_loss(config: DictConfig) -> Iterator[RefusedSettingError]:
+    from verl_dppo.training.loss import EXACT_AGG_MODES, EXACT_LOSS_MODES
+
+    yield from _switch(
+        config,
+        "algorithm.use_kl_in_reward",
+        "the penalty needs log-probs of completions before they are pruned",
+        f"use the KL loss instead, which DPPO weights: {ACTOR}.use_kl_loss=true",
+    )
+    loss_mode = _select(config, f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    if loss_mode not in EXACT_LOSS_MODES:
+        reason = "its gradient is not linear in a completion's weight, so that pruning would bias it"
+        way_out = f"use one of {', '.join(EXACT_LOSS_MODES)}"
+        yield refuse(f"{ACTOR}.policy_loss.loss_mode", loss_mode, reason, way_out)
+    agg_mode = _select(config, f"{ACTOR}.loss_agg_mode", "token-mean")
+    if agg_mode not in EXACT_AGG_MODES:
+        yield refuse(f"{ACTOR}.loss_agg_mode", agg_mode, "unknown to DPPO", f"use one of {', '.join(EXACT_AGG_MODES)}")
+    if agg_mode == "seq-mean-token-sum-norm" and not _select(config, f"{ACTOR}.loss_scale_factor"):
+        reason = f"{agg_mode} then divides by the longest response of whatever micro-batch is left"
+        way_out = "set a constant, e.g. data.max_response_length"
+        yield refuse(f"{ACTOR}.loss_scale_factor", None, reason, way_out)
+    for name, what in (
+        ("rollout_rs", "rejects survivors"),
+        ("rollout_is_batch_normalize", "normalises over survivors"),
+    ):
+        reason = f"it {what} of the pruning, on which the rest of the batch then depends"
+        yield from _switch(config, f"{ROLLOUT_CORRECTION}.{name}", reason, f"set {ROLLOUT_CORRECTION}.{name}=null")
+    yield from _switch(
+        config,
+        "distillation.enabled",
+        "DPPO's loss would replace the distillation loss",
+        "set distillation.enabled=false",
+    )
+    yield from _switch(
+        config,
+        "actor_rollout_ref.model.mtp.enable_train",
+        "the engine adds the multi-token-prediction loss outside the actor loss, without weights",
+        "set actor_rollout_ref.model.mtp.enable_train=false",
+    )
+    yield from _switch(
+        config,
+        f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff",
+        "the engine adds the load-balancing loss outside the actor loss, without weights",
+        "set it to 0",
+    )
+
+
+def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
+    prompts, mini = int(config.data.train_batch_size), int(_select(config, f"{ACTOR}.ppo_mini_batch_size"))
+    if prompts % mini:
+        reason = f"it does not divide into mini-batches of {mini} prompts"
+        yield refuse("data.train_batch_size", prompts, reason, f"use a multiple of {ACTOR}.ppo_mini_batch_size={mini}")
+    ranks = data_parallel_ranks(config)
+    rows, multiple = mini * int(_select(config, "actor_rollout_ref.rollout.n", 1)), rows_multiple(config, ranks)
+    if rows % multiple:
+        reason = (
+            f"its {rows} completions do not divide over {ranks} data-parallel ranks in micro-batches ({multiple} rows)"
+        )
+        way_out = f"make ppo_mini_batch_size * rollout.n a multiple of {multiple}, or set {ACTOR}.use_dynamic_bsz=true"
+        yield refuse(f"{ACTOR}.ppo_mini_batch_size", mini, reason, way_out)
+    yield from _switch(
+        config,
+        f"{ACTOR}.shuffle",
+        "it would move rows between mini-batches after the draw",
+        f"set {ACTOR}.shuffle=false",
+    )
+    yield from _switch(
+        config,
+        f"{ACTOR}.use_prefix_grouper",
+        "it needs whole groups in a micro-batch",
+        f"set {ACTOR}.use_prefix_grouper=false",
+    )
+
+
+def check_verl_version(installed: str) -> None:
+    """Refuse a verl outside the supported range.
+
+    Raises:
+        RefusedSettingError: `installed` is such a version.
+    """
+    if not SUPPORTED_VERL.contains(installed, prereleases=True):
+        reason = f"verl_dppo attaches to hooks of verl {SUPPORTED_VERL}"
+        raise refuse("verl", installed, reason, f"pip install 'verl{SUPPORTED_VERL}'")
+
+
+def check_run(config: DictConfig) -> DPPOSettings:
+    """Check a composed configuration and return its settings; with DPPO off nothing but the settings is checked.
+
+    Raises:
+        RefusedSettingError: with one line for each thing that is refused.
+    """
+    settings = settings_of(config)
+    check_verl_version(version("verl"))
+    if settings.prunes_completions:
+        found = [*_of_the_trainer(config), *_of_the_loss(config)]
+        try:
+            found.extend(_of_the_batch(config))
+        except RefusedSettingError as error:
+            found.append(error)
+        if found:
+            raise RefusedSettingError("\n".join(map(str, found)))
+    return settings
+
+
+class RefuseBeforeStart(Callback):
+    """Hydra callback, named in dppo.yaml: checks the run on the driver, before Ray starts.
+
+    Hydra turns an exception of a callback into a warning; SystemExit ends the run.
+    """
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Check one job, in a single run or a multirun."""
+        try:
+            check_run(config)
+        except RefusedSettingError as error:
+            raise SystemExit(f"algorithm=dppo will not start this run:\n{error}") from error

@@ -1,0 +1,238 @@
+"""Reading, pruning and reordering a step's batch as verl's v1 trainer holds it: a KVBatchMeta over the transfer
+queue."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
+from verl.trainer.ppo import padding_utils
+from verl.trainer.ppo.metric_utils import compute_data_metrics
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+from verl_dppo.pruning import CompletionPlan
+
+PADDING_TOKENS = 2  # one of prompt, one of response: the least that verl's engines take
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """What the plan and the metrics need to know of all n completions of a step, before pruning.
+
+    Attributes:
+        group: (n,) int, the prompt of each completion, numbered in the order of submission.
+        advantage: (n,) float64, from the full group.
+        length: (n,) float64, response tokens that enter the loss.
+        prompt_length: (n,) int, prompt tokens.
+        sequence_length: (n,) int, prompt and response tokens, those of tools and environments included.
+        differs: (n,) bool, whether the rewards of the completion's group differ at all.
+        sum_sq_one_minus_p: (n,) float64, sum of (1 - p_t)^2 over its response, or None without rollout log-probs.
+        mean_negative_log_prob: mean of -log p over all response tokens, an estimate of the rollout's entropy, or None.
+        verl_metrics: verl's own metrics of rewards, advantages and lengths, taken over all n completions.
+    """
+
+    group: NDArray[np.int64]
+    advantage: NDArray[np.float64]
+    length: NDArray[np.float64]
+    prompt_length: NDArray[np.int64]
+    sequence_length: NDArray[np.int64]
+    differs: NDArray[np.bool_]
+    sum_sq_one_minus_p: NDArray[np.float64] | None
+    mean_negative_log_prob: float | None
+    verl_metrics: dict[str, float]
+
+
+def in_submission_order(batch: KVBatchMeta, position: Mapping[str, int]) -> KVBatchMeta:
+    """Order rows by prompt (as submitted), session and output, in place of the order in which rollouts finished.
+
+    Keys are `{uid}_{session}_{output}` and uids are random: without this, draws and sums would differ from run to run.
+    """
+
+    def place(row: int) -> tuple[int, str, int, int]:
+        uid, session, output = batch.keys[row].rsplit("_", 2)
+        return position.get(uid, len(position)), uid, int(session), int(output)
+
+    batch.reorder(sorted(range(len(batch)), key=place))
+    return batch
+
+
+def row_sums(values: Any) -> NDArray[np.float64]:
+    """Return (n,) sums of the rows of a jagged tensor."""
+    flat, offsets = values.values().to(torch.float64), values.offsets()
+    total = torch.cat([flat.new_zeros(1), flat.cumsum(0)])
+    return (total[offsets[1:]] - total[offsets[:-1]]).numpy()
+
+
+def rewards_differ(reward: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return for each row whether any two rewards of its group differ, by equality and not by a rounded advantage."""
+    highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
+    np.maximum.at(highest, group, reward)
+    np.minimum.at(lowest, group, reward)
+    return (highest > lowest)[group]
+
+
+def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
+    """Fetch what is known after the reward, and compute the advantage on full groups with verl's own function.
+
+    Args:
+        batch: all rows of the step, without padding.
+        config: verl's composed configuration.
+    """
+    fields = ["uid", "response_mask", "rm_scores"]
+    if config.actor_rollout_ref.rollout.calculate_log_probs:
+        fields.append("rollout_log_probs")
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    uid = np.array(data.pop("uid").tolist(), dtype=object)
+    mask = data["response_mask"]
+    length, reward = row_sums(mask), row_sums(data["rm_scores"])
+    surprise = negative_log_prob = None
+    if "rollout_log_probs" in data:
+        log_prob = data["rollout_log_probs"]
+        counted = mask.values().to(torch.float64)
+        flat = log_prob.values().to(torch.float64)
+        per_token = torch.nested.nested_tensor_from_jagged((1 - flat.exp()) ** 2 * counted, log_prob.offsets())
+        surprise = row_sums(per_token)
+        negative_log_prob = float(-(flat * counted).sum() / max(float(counted.sum()), 1.0))
+    full = _with_advantage(data.select("response_mask", "rm_scores"), uid, batch, config)
+    first = full.batch["response_mask"].argmax(1)
+    advantage = full.batch["advantages"][torch.arange(len(full)), first].double().numpy()
+    _, seen_at, group = np.unique(uid.astype(str), return_index=True, return_inverse=True)
+    group = np.argsort(np.argsort(seen_at))[group]
+    return FullBatch(
+        group=group,
+        advantage=np.where(length > 0, advantage, 0.0),
+        length=length,
+        prompt_length=np.array([tag["prompt_len"] for tag in batch.tags], dtype=np.int64),
+        sequence_length=np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64),
+        differs=rewards_differ(reward, group),
+        sum_sq_one_minus_p=surprise,
+        mean_negative_log_prob=negative_log_prob,
+        verl_metrics=compute_data_metrics(full, use_critic=False),
+    )
+
+
+def _with_advantage(data: TensorDict, uid: NDArray, batch: KVBatchMeta, config: DictConfig) -> DataProto:
+    """Return the padded batch with verl's GRPO advantage, and what verl's data metrics read besides."""
+    proto = DataProto(batch=data.to_padded_tensor())
+    proto.non_tensor_batch["uid"] = uid
+    proto.batch["token_level_scores"] = proto.batch["token_level_rewards"] = proto.batch["rm_scores"]
+    proto = compute_advantage_for_multi_trajectories(
+        proto,
+        batch_keys=batch.keys,
+        adv_estimator=config.algorithm.adv_estimator,
+        gamma=config.algorithm.gamma,
+        lam=config.algorithm.lam,
+        num_repeat=config.actor_rollout_ref.rollout.n,
+        norm_adv_by_std_in_grpo=config.algorithm.get("norm_adv_by_std_in_grpo", True),
+        config=config.algorithm,
+    )
+    prompt, response = (torch.tensor([tag[name] for tag in batch.tags]) for name in ("prompt_len", "response_len"))
+    proto.batch["prompt_length"], proto.batch["response_length"] = prompt.float(), response.float()
+    # verl's metrics read nothing of these two but their width.
+    for name, lengths in (("prompts", prompt), ("responses", response)):
+        proto.batch[name] = torch.zeros(1, 1).expand(len(batch), int(lengths.max()))
+    return proto
+
+
+@contextmanager
+def _tiny_padding() -> Iterator[None]:
+    """Let verl's padding rows have PADDING_TOKENS tokens instead of a constant 128, for the duration of one call."""
+    of_verl = padding_utils.SYNTHETIC_PADDING_SEQ_LEN
+    padding_utils.SYNTHETIC_PADDING_SEQ_LEN = PADDING_TOKENS
+    try:
+        yield
+    finally:
+        padding_utils.SYNTHETIC_PADDING_SEQ_LEN = of_verl
+
+
+def append_padding(batch: KVBatchMeta, rows: int, eos_token_id: int) -> KVBatchMeta:
+    """Append `rows` of verl's own inert rows (tagged, zero mask, a uid of their own), as short as they can be."""
+    if rows == 0:
+        return batch
+    with _tiny_padding():
+        return padding_utils.upsample_batch_to_divisible_size(batch, len(batch) + rows, eos_token_id)
+
+
+def rank_order(
+    sequence_length: Sequence[int], mini_batch: NDArray[np.int64], ranks: int
+) -> tuple[list[int], list[list[int]]]:
+    """Order rows so that verl's contiguous split gives each rank its balanced part of every mini-batch.
+
+    Args:
+        sequence_length: (rows,) tokens.
+        mini_batch: (rows,) mini-batch of each row; each holds the same number of rows, a multiple of `ranks`.
+        ranks: data-parallel ranks.
+
+    Returns:
+        The order, and the rows of each rank: its part of mini-batch 0, then of mini-batch 1, and so on.
+    """
+    tokens = torch.tensor(list(sequence_length), dtype=torch.int64)
+    of_rank: list[list[int]] = [[] for _ in range(ranks)]
+    for k in range(int(mini_batch.max()) + 1):
+        members = np.flatnonzero(mini_batch == k)
+        parts = [list(range(members.size))]
+        if ranks > 1:
+            workload = calculate_workload(tokens[members])
+            parts = get_seqlen_balanced_partitions(workload, k_partitions=ranks, equal_size=True)
+        for rank, part in enumerate(parts):
+            of_rank[rank].extend(int(members[i]) for i in part)
+    return [row for rows in of_rank for row in rows], of_rank
+
+
+def keep_rows(batch: KVBatchMeta, rows: NDArray[np.int64]) -> KVBatchMeta:
+    """Return the batch of these rows; their data stays where it is."""
+    return KVBatchMeta(
+        partition_id=batch.partition_id,
+        keys=[batch.keys[i] for i in rows],
+        tags=[batch.tags[i] for i in rows],
+        fields=batch.fields,
+        extra_info=batch.extra_info,
+    )
+
+
+def prune(
+    batch: KVBatchMeta, plan: CompletionPlan, ranks: int, eos_token_id: int
+) -> tuple[KVBatchMeta, list[list[int]]]:
+    """Cut the batch down to the plan's rows, pad each mini-batch to the common size, and order rows for the ranks.
+
+    Args:
+        batch: the full batch, in the order that the plan was made for.
+        plan: from `plan_completions`.
+        ranks: data-parallel ranks of the actor.
+        eos_token_id: token of padding rows.
+
+    Returns:
+        The new batch, and the sequence lengths that each rank holds. Data of dropped rows is still in the queue.
+    """
+    kept = append_padding(keep_rows(batch, plan.kept), sum(plan.padding), eos_token_id)
+    mini_batch = np.concatenate(
+        [np.full(r.size, k) for k, r in enumerate(plan.rows)] + [np.full(p, k) for k, p in enumerate(plan.padding)]
+    )
+    tokens = [tag["seq_len"] for tag in kept.tags]
+    order, of_rank = rank_order(tokens, mini_batch, ranks)
+    kept.reorder(order)
+    return kept, of_rank
+
+
+def put_columns(batch: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
+    """Write columns into the queue and return the batch that lists them.
+
+    Workers fetch the columns that the batch lists and no others: a batch from before this call would silently be
+    trained on without them.
+    """
+    listed = tq.kv_batch_put(
+        keys=batch.keys,
+        partition_id=batch.partition_id,
+        fields=TensorDict(dict(columns), batch_size=len(batch)),
+    )
+    listed.extra_info = {**batch.extra_info, **listed.extra_info}
+    return listed
