@@ -13,8 +13,8 @@ NOT_BUILT = {
     "prompt": "prompts are not pruned yet; leave `algorithm.dppo.prompt` out",
     "packing": "packing is not there yet; verl's own dynamic micro-batches pack the kept rows",
     "balance": "the balancer is not there yet; verl's own balances the kept rows over ranks",
-    "anneal_fraction": "leave it out; start a second run with `algorithm.dppo.enable=false` for full batches at the
-    end", "completion.probe_every": "leave it out; `dppo/variance_inflation` reports the estimate without a probe",
+    "anneal_fraction": "leave it out; for full batches at the end, resume with `algorithm.dppo.enable=false`",
+    "completion.probe_every": "leave it out; `dppo/variance_inflation` reports the estimate without a probe",
 }
 
 
@@ -53,8 +53,7 @@ class CompletionSettings:
     """Prune completions. Off, every completion is trained on with weight 1 by verl's own code."""
 
     rule: str = "neyman"
-    """`neyman`: least variance for a token budget. `threshold`: the paper's, below-mean |advantage| is kept at 1 -
-    rate."""
+    """`neyman`: least variance for a token budget. `threshold`: the paper's, on whether |advantage| is below mean."""
 
     keep: float = 0.6
     """Neyman: expected share of the response tokens of informative rows that is kept, in (0, 1]."""
@@ -66,8 +65,7 @@ class CompletionSettings:
     """Threshold: probability that a below-mean row is dropped, in [0, 1); null means .5 with that rule."""
 
     design: str = "pivotal"
-    """How the sample is drawn: `pivotal` (fixed size, spread over groups) or `poisson` (independent, for
-    comparison)."""
+    """How the sample is drawn: `pivotal` (fixed size, spread over groups) or `poisson` (independent)."""
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning, and what the chosen rule would ignore."""

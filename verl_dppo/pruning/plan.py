@@ -90,8 +90,7 @@ def plan_completions(
     """Draw the completions of one step, with the same number of rows in every mini-batch.
 
     Args:
-        slope: (n,) what pi should be proportional to; 0 for a completion without a gradient, which is only ever a
-        filler.
+        slope: (n,) what pi should be proportional to; 0 for a completion without a gradient, which can only fill up.
         target_pi: (n,) the rule's own pi under its budget; its sums set the row count.
         mini_batch: (n,) from `deal_mini_batches`, fixed before the draw.
         order: (n,) permutation that puts alike completions side by side, for the pivotal draw.

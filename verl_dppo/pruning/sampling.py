@@ -45,8 +45,10 @@ def draw(
 
 
 def _ordered_pivotal(pi: Array, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Let each element fight the survivor of those before it; a winner of place or exclusion leaves, the loser goes
-    on.""" kept = pi >= 1 contenders = np.flatnonzero((pi > 0) & ~kept) if contenders.size == 0:
+    """Let each element fight the survivor of those before it, for a place in the sample or for what is left of one."""
+    kept = pi >= 1
+    contenders = np.flatnonzero((pi > 0) & ~kept)
+    if contenders.size == 0:
         return kept
     chance = rng.random(contenders.size)
     champion, a = contenders[0], pi[contenders[0]]

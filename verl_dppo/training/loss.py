@@ -47,8 +47,7 @@ def _weighted(aggregate: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
             return aggregate(loss_mat, *args, **kwargs)
         if loss_mat.dim() != 2 or loss_mat.shape[0] != weighting.weight.shape[0]:
             raise RuntimeError(
-                f"DPPO expected one loss row for each of {weighting.weight.shape[0]} weights, got
-                {tuple(loss_mat.shape)}"
+                f"DPPO has weights for {weighting.weight.shape[0]} rows, verl aggregates {tuple(loss_mat.shape)}"
             )
         weighting.calls += 1
         return aggregate(loss_mat * weighting.weight.to(loss_mat)[:, None], *args, **kwargs)
@@ -91,12 +90,10 @@ def dppo_loss(config: Any, model_output: Any, data: TensorDict, dp_group: Any = 
         dp_group: passed on.
 
     Returns:
-        The loss and verl's metrics; `pg_loss`, `entropy_loss` and `kl_loss` among them are estimates for the full
-        batch.
+        The loss and verl's metrics; `pg_loss`, `entropy_loss`, `kl_loss` among them estimate those of the full batch.
 
     Raises:
-        RuntimeError: a missing or unusable column; rows of two mini-batches in one; a loss that reduces its rows by
-        itself.
+        RuntimeError: an unusable column, rows of two mini-batches in one, or a loss that reduces its rows by itself.
     """
     install_weighted_aggregation()
     weight, tokens = _column(data, WEIGHT), _column(data, BATCH_NUM_TOKENS)
