@@ -16,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from verl_dppo.training.refusals import check_run
+
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "trainer_configs" / "recipe").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "run_scripts").glob("*.sh"))
@@ -149,14 +151,17 @@ def test_token_limits_take_the_longest_row_everywhere(recipe: str) -> None:
         assert limit >= longest
 
 
+@pytest.mark.filterwarnings("ignore:Disabled critic")
 @each_recipe
 @pytest.mark.parametrize("overrides", [("algorithm=dppo",), ("algorithm.adv_estimator=grpo",)], ids=["dppo", "grpo"])
-def test_passes_verls_validation(recipe: str, overrides: tuple[str, ...]) -> None:
+def test_passes_verls_validation_and_the_plugins(recipe: str, overrides: tuple[str, ...]) -> None:
     config = composed(recipe, *overrides)
     assert ("dppo" in config.algorithm) == (overrides == ("algorithm=dppo",))
     assert not need_critic(config)
     assert not need_reference_policy(config)
     validate_config(config, use_reference_policy=False, use_critic=False)
+    if "dppo" in config.algorithm:
+        check_run(config)
     for part in ("actor", "rollout"):
         omega_conf_to_dataclass(config.actor_rollout_ref[part])
 
