@@ -64,7 +64,7 @@ def deal_mini_batches(
     rank_of_group = rng.permutation(label.max(initial=-1) + 1)
     order = np.lexsort((rng.random(n), rank_of_group[label], ~informative))
     dealt = np.empty(n, dtype=np.int64)
-    dealt[order] = np.arange(n) % mini_batches
+    dealt[order] = rng.permutation(mini_batches)[np.arange(n) % mini_batches]
     return dealt
 
 

@@ -1,0 +1,55 @@
+"""The distribution of the ordered pivotal design, written down from its definition and apart from the product's code."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+
+class ScriptedGenerator:
+    """Stands in for numpy's generator where a test must take one named branch of a draw."""
+
+    def __init__(self, luck: list[float]) -> None:
+        self.luck = np.array(luck)
+
+    def random(self, size: int) -> np.ndarray:
+        assert size == self.luck.size, "the draw asked for another number of random numbers than the tree has fights"
+        return self.luck
+
+
+def pivotal_tree(pi: np.ndarray) -> Iterator[tuple[float, list[float], frozenset[int]]]:
+    """Yield (probability, random numbers that lead there, kept set) for every path of the draw.
+
+    Each fight of a and b ends with (a + b, 0) or (0, a + b) where a + b < 1, with (1, a + b - 1) or (a + b - 1, 1)
+    where it is not; probabilities follow from E[kept] = pi. Low luck is the first contender's win.
+    """
+    contenders = [i for i, p in enumerate(pi) if 0 < p < 1]
+    certain = frozenset(i for i, p in enumerate(pi) if p >= 1)
+    if not contenders:
+        yield 1.0, [], certain
+        return
+
+    def fight(at: int, champion: int, a: float, luck: list[float], kept: frozenset[int], probability: float):
+        if at == len(contenders):
+            if a < 1e-9 or a > 1 - 1e-9:
+                yield probability, [0.5, *luck], kept | ({champion} if a > 0.5 else set())
+            else:
+                yield probability * a, [0.0, *luck], kept | {champion}
+                yield probability * (1 - a), [1 - 1e-12, *luck], kept
+            return
+        challenger, b = contenders[at], pi[contenders[at]]
+        total = a + b
+        if total < 1 - 1e-9:
+            first, outcomes = a / total, ((champion, kept), (challenger, kept))
+            rest = total
+        elif total < 1 + 1e-9:
+            first, outcomes = a / total, ((challenger, kept | {champion}), (challenger, kept | {challenger}))
+            rest = 0.0
+        else:
+            first = (1 - b) / (2 - total)
+            outcomes = ((challenger, kept | {champion}), (champion, kept | {challenger}))
+            rest = total - 1
+        for chance, drawn, (left, now_kept) in zip((first, 1 - first), (0.0, 1 - 1e-12), outcomes, strict=True):
+            if chance > 1e-15:
+                yield from fight(at + 1, left, rest, [*luck, drawn], now_kept, probability * chance)
+
+    yield from fight(1, contenders[0], pi[contenders[0]], [], certain, 1.0)

@@ -1,0 +1,141 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_dppo.pruning import deal_mini_batches, neyman_inclusion, plan_completions
+
+
+def make_plan(seed, n=64, mini_batches=2, multiple=4, keep=0.5, informative_share=0.7, design="pivotal"):
+    rng = np.random.default_rng(seed)
+    magnitude = rng.lognormal(size=n) * (rng.random(n) < informative_share)
+    length = rng.integers(1, 200, n).astype(float)
+    group = np.arange(n) // 8
+    mini_batch = deal_mini_batches(magnitude > 0, group, mini_batches, rng)
+    target = np.zeros(n)
+    for k in range(mini_batches):
+        target[mini_batch == k] = neyman_inclusion(magnitude[mini_batch == k], length[mini_batch == k], keep)
+    order = np.lexsort((length, group))
+    slope = magnitude / np.sqrt(length)
+    plan = plan_completions(
+        slope, target, mini_batch, order, length, mini_batches, multiple, keep / 4, design, np.random.default_rng(seed)
+    )
+    return plan, magnitude, length
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 90),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.floats(0.05, 1.0),
+    st.floats(0, 1),
+    st.sampled_from(["pivotal", "poisson"]),
+)
+def test_a_plan_keeps_its_promises(seed, n, mini_batches, multiple, keep, share, design):
+    plan, magnitude, _ = make_plan(seed, n, mini_batches, multiple, keep, share, design)
+    rows = plan.rows_per_mini_batch
+    assert rows > 0
+    assert rows % multiple == 0
+    assert len(set(plan.kept)) == plan.kept.size
+    for k, (mine, lacking) in enumerate(zip(plan.rows, plan.padding, strict=True)):
+        assert mine.size + lacking == rows
+        assert (plan.mini_batch[mine] == k).all()
+        idle_left = set(np.flatnonzero((plan.mini_batch == k) & (magnitude == 0))) - set(mine)
+        assert lacking == 0 or not idle_left, "padding while a filler was left"
+    drawn = plan.weight > 0
+    assert (plan.weight[drawn] == 1 / plan.pi[drawn]).all()
+    assert (plan.pi[magnitude > 0] > 0).all(), "a completion with a gradient could never be kept"
+    assert (magnitude[drawn] > 0).all()
+    assert drawn[plan.kept].sum() == drawn.sum(), "a drawn completion is not trained on"
+    if design == "pivotal":
+        assert sum(plan.padding) <= mini_batches * multiple - 1 or n < mini_batches * multiple
+
+
+def test_fillers_are_the_shortest_rows_without_a_gradient():
+    plan, magnitude, length = make_plan(5, n=64, informative_share=0.1, multiple=8)
+    for k, mine in enumerate(plan.rows):
+        fillers = mine[magnitude[mine] == 0]
+        assert fillers.size > 0
+        idle = np.flatnonzero((plan.mini_batch == k) & (magnitude == 0))
+        assert sorted(length[fillers]) == sorted(length[idle])[: fillers.size]
+        assert (plan.weight[fillers] == 0).all()
+
+
+def test_the_row_count_is_the_multiple_nearest_to_the_budget():
+    plan, magnitude, length = make_plan(2, n=512, mini_batches=4, multiple=4, keep=0.5, informative_share=1.0)
+    budget = np.mean(
+        [neyman_inclusion(magnitude[plan.mini_batch == k], length[plan.mini_batch == k], 0.5).sum() for k in range(4)]
+    )
+    assert abs(plan.rows_per_mini_batch - budget) <= 2
+
+
+def test_keep_one_keeps_every_informative_row_with_weight_one():
+    plan, magnitude, _ = make_plan(3, n=70, mini_batches=3, multiple=4, keep=1.0)
+    assert (plan.weight == (magnitude > 0)).all()
+
+
+def test_a_batch_without_any_gradient_still_fills_its_mini_batches():
+    plan, _, _ = make_plan(1, n=32, mini_batches=2, multiple=2, informative_share=0.0)
+    assert plan.rows_per_mini_batch == 2
+    assert (plan.weight == 0).all()
+    assert plan.padding == (0, 0)
+
+
+@pytest.mark.parametrize("n", [1, 7, 48, 100])
+def test_dealing_is_even_in_total_in_informative_rows_and_within_groups(n):
+    rng = np.random.default_rng(n)
+    informative, group = rng.random(n) < 0.5, np.arange(n) // 6
+    dealt = deal_mini_batches(informative, group, 4, rng)
+    for rows in (np.ones(n, bool), informative):
+        counts = np.bincount(dealt[rows], minlength=4)
+        assert counts.max() - counts.min() <= 1
+    for g in range(group.max() + 1):
+        counts = np.bincount(dealt[informative & (group == g)], minlength=4)
+        assert counts.max() - counts.min() <= 1
+
+
+def test_every_row_is_as_likely_in_every_mini_batch():
+    """4,000 deals of 24 rows to 3 mini-batches: no |z| above 4.5."""
+    rng = np.random.default_rng(0)
+    informative, group = np.arange(24) % 3 > 0, np.arange(24) // 8
+    counts = np.zeros((24, 3))
+    for _ in range(4000):
+        counts[np.arange(24), deal_mini_batches(informative, group, 3, rng)] += 1
+    assert np.abs((counts - 4000 / 3) / np.sqrt(4000 * 2 / 9)).max() < 4.5
+
+
+def test_the_weighted_sum_of_a_mini_batch_has_the_full_sum_as_expectation():
+    """3,000 draws with everything before the draw fixed: |z| of the mean below 4.5, for each mini-batch."""
+    rng = np.random.default_rng(11)
+    n, mini_batches = 48, 2
+    magnitude, length = rng.lognormal(size=n) * (rng.random(n) < 0.8), rng.integers(5, 100, n).astype(float)
+    value, group = rng.normal(size=n) * magnitude, np.arange(n) // 8
+    mini_batch = deal_mini_batches(magnitude > 0, group, mini_batches, rng)
+    target = np.zeros(n)
+    for k in range(mini_batches):
+        target[mini_batch == k] = neyman_inclusion(magnitude[mini_batch == k], length[mini_batch == k], 0.5)
+    order = np.lexsort((length, group))
+    sums = np.array(
+        [
+            np.bincount(mini_batch, plan.weight * value)
+            for plan in (
+                plan_completions(
+                    magnitude / np.sqrt(length),
+                    target,
+                    mini_batch,
+                    order,
+                    length,
+                    2,
+                    3,
+                    0.125,
+                    "pivotal",
+                    np.random.default_rng(s),
+                )
+                for s in range(3000)
+            )
+        ]
+    )
+    z = (sums.mean(0) - np.bincount(mini_batch, value)) / (sums.std(0) / np.sqrt(len(sums)))
+    assert np.abs(z).max() < 4.5

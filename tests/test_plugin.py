@@ -1,0 +1,70 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def python(code, **environment):
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+
+
+REGISTERED = """
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+print(get_trainer_cls("dppo").__name__, get_adv_estimator_fn("dppo").__module__)
+"""
+
+
+def test_verl_finds_trainer_and_estimator_through_the_entry_point():
+    assert python(REGISTERED).stdout.split() == ["DPPOTrainer", "verl_dppo.training.advantage"]
+
+
+def test_plain_verl_is_left_alone_until_its_trainers_are_imported():
+    code = "import sys, verl; print('verl_dppo.plugin' in sys.modules, 'verl_dppo.training.trainer' in sys.modules)"
+    assert python(code).stdout.split() == ["True", "False"]
+
+
+def test_without_the_plugin_the_trainer_is_unknown_and_verl_says_so():
+    result = python(REGISTERED, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert "Unknown trainer 'dppo'" in result.stderr
+
+
+def test_a_fault_in_the_trainer_neither_stops_verl_nor_goes_unheard(tmp_path):
+    """A dependency that fails to import stands for any fault; verl must import, and the reason must be kept."""
+    (tmp_path / "transfer_queue.py").write_text("raise ImportError('broken on purpose')")
+    code = """
+import verl
+import types, sys
+from verl_dppo import plugin
+import verl_dppo.post_import
+plugin._attempt("trainer dppo", lambda: __import__("verl_dppo.training.transform"))
+print(plugin.failures)
+"""
+    result = python(code, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "broken on purpose" in result.stdout
+    assert "verl_dppo could not register trainer dppo" in result.stderr
+
+
+def check(**environment):
+    env = {**os.environ, **environment}
+    command = [sys.executable, "-c", "import sys; from verl_dppo.cli import main; sys.exit(main(['check']))"]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+
+
+def test_check_names_what_is_registered_and_in_which_versions():
+    result = check()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ok    trainer.v1.trainer_mode=dppo: verl_dppo.training.trainer.DPPOTrainer" in result.stdout
+    assert "ok    algorithm=dppo: composes" in result.stdout
+    assert "\nverl 0.9" in result.stdout
+
+
+@pytest.mark.parametrize("policy", ["none", "other"])
+def test_check_says_why_it_is_not_registered(policy):
+    result = check(VERL_USE_EXTERNAL_PLUGINS=policy)
+    assert result.returncode == 1
+    assert f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading it" in result.stdout
+    assert "FAIL  trainer.v1.trainer_mode=dppo: ValueError: Unknown trainer 'dppo'" in result.stdout

@@ -1,0 +1,106 @@
+"""Say what of this plugin is registered with the installed verl, in which versions, and why not where it is not.
+
+verl loads plugins silently and goes on without those that fail. This command looks at what has arrived in verl's own
+registries, in a process like those that verl starts, and ends with status 1 when anything is missing.
+"""
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+PACKAGES = ("verl-dppo", "verl", "torch", "ray", "hydra-core", "TransferQueue", "tensordict", "transformers")
+OPTIONAL = ("vllm", "megatron-core", "mbridge", "flash-attn", "reasoning-gym")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Take no arguments."""
+    parser.set_defaults(command="check")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _entry_point() -> str:
+    found = [point.value for point in entry_points(group="verl.plugins") if point.name == "dppo"]
+    if not found:
+        raise RuntimeError("pip install this package: its entry point in the group verl.plugins is not there")
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()
+    if policy.lower() != "auto" and "dppo" not in policy.split(","):
+        raise RuntimeError(f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading it; unset it or add dppo")
+    return found[0]
+
+
+def _verl_version() -> str:
+    from verl_dppo.training.refusals import SUPPORTED_VERL, check_verl_version
+
+    check_verl_version(version("verl"))
+    return f"{version('verl')} is in {SUPPORTED_VERL}"
+
+
+def _trainer() -> str:
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    found = get_trainer_cls("dppo")
+    return f"{found.__module__}.{found.__name__}"
+
+
+def _estimator() -> str:
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    found = get_adv_estimator_fn("dppo")
+    return f"{found.__module__}.{found.__name__}"
+
+
+def _choice() -> str:
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose("ppo_trainer", overrides=["algorithm=dppo"])
+    return f"composes, completion.keep={composed.algorithm.dppo.completion.keep}"
+
+
+def _cpu_mode() -> str:
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        return "off (VERL_PLATFORM=cpu switches it on)"
+    from verl.utils.device import get_device_name
+
+    if get_device_name() != "cpu":
+        raise RuntimeError(f"VERL_PLATFORM=cpu, but verl runs on {get_device_name()}")
+    return "on"
+
+
+CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
+    ("entry point verl.plugins: dppo", _entry_point),
+    ("verl version", _verl_version),
+    ("trainer.v1.trainer_mode=dppo", _trainer),
+    ("adv_estimator=dppo", _estimator),
+    ("algorithm=dppo", _choice),
+    ("CPU mode", _cpu_mode),
+)
+
+
+def run(_: argparse.Namespace) -> int:
+    """Print versions and the state of each registration; return 0 if all are there, else 1."""
+    print(f"python {platform.python_version()}")
+    for package in (*PACKAGES, *OPTIONAL):
+        print(f"{package} {_version(package)}")
+    failed = 0
+    for name, check in CHECKS:
+        try:
+            state = f"ok    {name}: {check()}"
+        except Exception as error:
+            failed += 1
+            state = f"FAIL  {name}: {type(error).__name__}: {error}"
+        print(state)
+    from verl_dppo import plugin
+
+    for what, error in plugin.failures.items():
+        failed += 1
+        print(f"FAIL  {what} could not be registered: {type(error).__name__}: {error}")
+    return 1 if failed else 0
