@@ -24,7 +24,8 @@ class CompletionPlan:
         pi: (n,) inclusion probability; 0 for a completion without a gradient.
         weight: (n,) Horvitz-Thompson weight, 1/pi where kept by the draw, else 0.
         mini_batch: (n,) mini-batch of each completion, kept or not.
-        rows: for each mini-batch, the completions it trains on: those drawn, then the fillers, which weigh 0.
+        rows: for each mini-batch, the completions it trains on, in the order of the batch: those drawn, and fillers,
+            which weigh 0.
         padding: for each mini-batch, the rows it still lacks; every mini-batch has the same size with them.
     """
 
@@ -124,6 +125,6 @@ def plan_completions(
         weight[d] = 1 / pi[d]
         idle = m[slope[m] == 0]
         fillers = idle[np.argsort(length[idle], kind="stable")][: rows - d.size]
-        chosen.append(np.concatenate([d, fillers]))
+        chosen.append(np.sort(np.concatenate([d, fillers])))
         padding.append(rows - d.size - fillers.size)
     return CompletionPlan(pi, weight, mini_batch, tuple(chosen), tuple(padding))

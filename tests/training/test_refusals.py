@@ -1,0 +1,145 @@
+"""Every refusal, by its message, before any worker starts."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import open_dict
+
+from verl_dppo.settings import RefusedSettingError
+from verl_dppo.training.refusals import check_run, check_verl_version, data_parallel_ranks, rows_multiple
+
+ACTOR = "actor_rollout_ref.actor"
+RUN = (
+    "algorithm=dppo",
+    "actor_rollout_ref.rollout.n=8",
+    "data.train_batch_size=64",
+    f"{ACTOR}.ppo_mini_batch_size=32",
+    f"{ACTOR}.use_dynamic_bsz=true",
+)
+
+
+def config(*overrides):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+
+
+def test_a_plain_run_is_let_through():
+    assert check_run(config()).prunes_completions
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.dppo.completion.keep=0"], r"algorithm\.dppo\.completion\.keep=0 is refused"),
+        (["algorithm.dppo.completion.keep=1.01"], r"algorithm\.dppo\.completion\.keep=1\.01 is refused"),
+        (["algorithm.dppo.completion.rule=threshold", "algorithm.dppo.completion.rate=1"], r"rate=1 is refused"),
+        (["algorithm.dppo.completion.design=systematic"], r"design=systematic is refused.*pivotal"),
+        (["+algorithm.dppo.prompt.enable=true"], r"algorithm\.dppo\.prompt=.*not built yet"),
+        (["+algorithm.dppo.packing.window=8"], r"algorithm\.dppo\.packing=.*not built yet"),
+        (["trainer.use_v1=false"], r"trainer\.use_v1=False is refused: .*plain GRPO.*leave it true"),
+        (["trainer.v1.trainer_mode=sync"], r"trainer_mode=sync is refused.*plain GRPO"),
+        (["trainer.v1.trainer_mode=colocate_async"], r"trainer_mode=colocate_async is refused"),
+        (["actor_rollout_ref.rollout.n=1"], r"rollout\.n=1 is refused.*at least 2"),
+        (["algorithm.adv_estimator=gae"], r"adv_estimator=gae is refused.*grpo"),
+        (["algorithm.adv_estimator=dppo"], r"adv_estimator=dppo is refused"),
+        (["critic.enable=true"], r"critic\.enable=True is refused"),
+        (["algorithm.use_kl_in_reward=true"], r"use_kl_in_reward=True is refused.*use_kl_loss=true"),
+        (["algorithm.filter_groups.enable=true"], r"filter_groups\.enable=True is refused"),
+        ([f"{ACTOR}.policy_loss.loss_mode=clip_cov"], r"loss_mode=clip_cov is refused.*vanilla"),
+        ([f"{ACTOR}.policy_loss.loss_mode=kl_cov"], r"loss_mode=kl_cov is refused"),
+        ([f"{ACTOR}.policy_loss.loss_mode=geo_mean"], r"loss_mode=geo_mean is refused"),
+        ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], r"loss_scale_factor=None is refused.*constant"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], r"rollout_rs=token_k1 is refused.*survivors"),
+        (
+            ["algorithm.rollout_correction.rollout_is_batch_normalize=true"],
+            r"rollout_is_batch_normalize=True is refused",
+        ),
+        (["distillation.enabled=true"], r"distillation\.enabled=True is refused"),
+        (["actor_rollout_ref.model.mtp.enable_train=true"], r"mtp\.enable_train=True is refused"),
+        (["data.train_batch_size=48"], r"data\.train_batch_size=48 is refused.*multiple of .*ppo_mini_batch_size=32"),
+        ([f"{ACTOR}.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=16"], r"ppo_mini_batch_size=1 is refused.*16"),
+        ([f"{ACTOR}.use_dynamic_bsz=false"], r"ppo_micro_batch_size_per_gpu=None is refused.*use_dynamic_bsz=true"),
+        ([f"{ACTOR}.shuffle=true"], r"shuffle=True is refused"),
+        ([f"{ACTOR}.use_prefix_grouper=true"], r"use_prefix_grouper=True is refused"),
+        ([f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3"], r"nnodes=8 is refused.*multiple of 3"),
+    ],
+)
+def test_what_is_not_exact_is_refused_with_its_name_value_and_way_out(overrides, message):
+    with pytest.raises(RefusedSettingError, match=message) as refusal:
+        check_run(config(*overrides))
+    assert "Way out:" in str(refusal.value)
+
+
+def test_a_fixed_micro_batch_that_does_not_divide_is_refused():
+    sizes = ["ppo_micro_batch_size_per_gpu=12", "use_dynamic_bsz=false"]
+    overrides = [f"{ACTOR}.{size}" for size in sizes]
+    with pytest.raises(
+        RefusedSettingError, match=r"ppo_mini_batch_size=32 is refused: its 256 completions do not divide"
+    ):
+        check_run(config(*overrides, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16"))
+
+
+def test_a_load_balancing_loss_outside_the_actor_loss_is_refused():
+    run = config("model_engine=megatron")
+    with open_dict(run):
+        run.actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff = 0.01
+    with pytest.raises(RefusedSettingError, match=r"moe_aux_loss_coeff=0\.01 is refused"):
+        check_run(run)
+
+
+def test_everything_that_is_wrong_is_named_at_once():
+    with pytest.raises(RefusedSettingError) as refusal:
+        check_run(config("actor_rollout_ref.rollout.n=1", "algorithm.use_kl_in_reward=true", f"{ACTOR}.shuffle=true"))
+    assert len(str(refusal.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.9.0", "0.10.0", "1.0"])
+def test_a_verl_outside_the_range_is_refused(version):
+    with pytest.raises(RefusedSettingError, match=rf"verl={version} is refused.*pip install 'verl<0.10,>=0.9.1'"):
+        check_verl_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.9.1", "0.9.2", "0.9.3.dev0"])
+def test_a_verl_inside_the_range_is_not(version):
+    check_verl_version(version)
+
+
+@pytest.mark.parametrize("off", ["algorithm.dppo.enable=false", "algorithm.dppo.completion.enable=false"])
+def test_switched_off_nothing_of_verl_is_refused(off):
+    assert not check_run(config(off, "actor_rollout_ref.rollout.n=1", f"{ACTOR}.shuffle=true")).prunes_completions
+
+
+def test_without_settings_the_trainer_names_the_choice():
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        stock = compose("ppo_trainer")
+    with pytest.raises(RefusedSettingError, match=r"choose `algorithm=dppo`"):
+        check_run(stock)
+
+
+def test_data_parallel_ranks_of_each_engine():
+    assert data_parallel_ranks(config("trainer.n_gpus_per_node=8")) == 8
+    assert data_parallel_ranks(config(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2")) == 4
+    megatron = [f"{ACTOR}.megatron.{name}=2" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+    assert data_parallel_ranks(config("model_engine=megatron", "trainer.nnodes=2", *megatron)) == 4
+
+
+def test_rows_are_counted_in_ranks_and_fixed_micro_batches():
+    assert rows_multiple(config(), 8) == 8
+    fixed = config(
+        f"{ACTOR}.use_dynamic_bsz=false",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=6",
+    )
+    assert rows_multiple(fixed, 8) == 8 * 12
+
+
+def test_the_real_command_ends_before_ray_starts():
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *RUN, "algorithm.use_kl_in_reward=true"]
+    env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
+    assert result.returncode == 1
+    assert "algorithm=dppo will not start this run:\nalgorithm.use_kl_in_reward=True is refused" in result.stderr
+    assert "ray init kwargs" not in result.stdout
