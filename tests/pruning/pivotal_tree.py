@@ -1,4 +1,4 @@
-"""The distribution of the ordered pivotal design, written down from its definition and apart from the product's code."""
+"""The distribution of the ordered pivotal design, from its definition and apart from the product's code."""
 
 from collections.abc import Iterator
 

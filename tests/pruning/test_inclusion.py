@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -45,7 +47,7 @@ def test_neyman_has_less_variance_than_any_nearby_allocation_of_the_same_budget(
         return ((1 / p - 1) * magnitude**2).sum()
 
     free = np.flatnonzero((pi > 1e-3) & (pi < 1))
-    for a, b in zip(free[:-1], free[1:], strict=True):
+    for a, b in pairwise(free):
         moved = pi.copy()
         moved[a] += 1e-4 / cost[a]
         moved[b] -= 1e-4 / cost[b]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 SUBCOMMANDS = {
     "check": "say what is registered with verl, in which versions, and why not",
+    "demo": "train GRPO and DPPO on a small task on this machine's CPU, and compare them",
     "gsm8k": "prepare GSM8K for verl",
 }
 

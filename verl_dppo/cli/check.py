@@ -100,7 +100,7 @@ def run(_: argparse.Namespace) -> int:
         print(state)
     from verl_dppo import plugin
 
-    for what, error in plugin.failures.items():
+    for what, failure in plugin.failures.items():
         failed += 1
-        print(f"FAIL  {what} could not be registered: {type(error).__name__}: {error}")
+        print(f"FAIL  {what} could not be registered: {type(failure).__name__}: {failure}")
     return 1 if failed else 0

@@ -1,0 +1,105 @@
+"""Loaded into every verl process of a test run (VERL_USE_EXTERNAL_MODULES): makes stock verl repeat, and watches.
+
+Stock verl names prompts by random uids and takes rows in the order in which rollouts finish, so that two stock runs
+never agree to the last bit. Here uids count upwards and rows are taken in their order. Besides:
+
+TEST_UPDATES=FILE   one JSON line for each optimiser step of rank 0: gradient norm and a hash of all parameters after it
+TEST_RECORD=FILE    append each rollout, keyed by (step, prompt, sample)
+TEST_REPLAY=FILE    answer rollouts from that file; one that is not in it is an error
+"""
+
+import hashlib
+import itertools
+import json
+import os
+
+from verl_dppo.post_import import when_imported
+
+
+def count_uids(trainer_base):
+    counter = itertools.count()
+
+    class CountingUUID:
+        @staticmethod
+        def uuid4():
+            return f"{next(counter):08d}"
+
+    trainer_base.uuid = CountingUUID
+
+
+def take_rows_in_order(replay_buffer):
+    materialize = replay_buffer.ReplayBuffer._materialize_batch
+
+    def in_order(self, partition_id, selected, snapshot):
+        def place(key):
+            uid, session, output = key.rsplit("_", 2)
+            return uid, int(session), int(output)
+
+        ordered = {key: snapshot[key] for key in sorted(snapshot, key=place)}
+        return materialize(self, partition_id, selected, ordered)
+
+    replay_buffer.ReplayBuffer._materialize_batch = in_order
+
+
+def log_updates(transformer_impl):
+    import torch
+
+    engine = transformer_impl.FSDPEngine
+    optimizer_step = engine.optimizer_step
+
+    def whole(tensor):
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def step(self):
+        norm = optimizer_step(self)
+        parameters = torch.cat([whole(p.data).flatten() for p in self.module.parameters()])
+        if torch.distributed.get_rank() == 0:
+            line = {
+                "grad_norm": float(norm),
+                "hash": hashlib.sha256(parameters.numpy().tobytes()).hexdigest(),
+                "norm": parameters.double().norm().item(),
+            }
+            with open(os.environ["TEST_UPDATES"], "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return norm
+
+    engine.optimizer_step = step
+
+
+def record_or_replay(llm_server):
+    from verl.workers.rollout.replica import TokenOutput
+
+    client = llm_server.LLMServerClient
+    generate = client.generate
+    recorded = {}
+    if "TEST_REPLAY" in os.environ:
+        with open(os.environ["TEST_REPLAY"]) as file:
+            recorded = {tuple(line.pop("key")): line for line in map(json.loads, file)}
+
+    async def with_record(self, request_id, **kwargs):
+        sample = kwargs["sampling_params"]["sample_key"]
+        key = (sample.step, sample.prompt, sample.sample)
+        if "TEST_REPLAY" in os.environ:
+            line = recorded[key]
+            return TokenOutput(
+                token_ids=line["token_ids"],
+                log_probs=line["log_probs"],
+                stop_reason="completed",
+                num_preempted=0,
+                extra_fields={"global_steps": sample.step - 1},
+            )
+        output = await generate(self, request_id, **kwargs)
+        line = {"key": key, "token_ids": output.token_ids, "log_probs": output.log_probs}
+        with open(os.environ["TEST_RECORD"], "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return output
+
+    client.generate = with_record
+
+
+when_imported("verl.trainer.ppo.v1.trainer_base", count_uids)
+when_imported("verl.trainer.ppo.v1.replay_buffer", take_rows_in_order)
+if "TEST_UPDATES" in os.environ:
+    when_imported("verl.workers.engine.fsdp.transformer_impl", log_updates)
+if "TEST_RECORD" in os.environ or "TEST_REPLAY" in os.environ:
+    when_imported("verl.workers.rollout.llm_server", record_or_replay)
