@@ -1,0 +1,1 @@
+"""Hydra groups that are added to verl's: `algorithm`, `platform`, `recipe`."""

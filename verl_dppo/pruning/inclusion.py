@@ -163,7 +163,7 @@ def _relative(slope: Array) -> Array:
 def fixed_size_inclusion(magnitude: ArrayLike, size: int, floor: float) -> Array:
     """Return pi ~ magnitude, held in [floor, 1], whose sum is exactly `size`: the input of a fixed-size draw.
 
-    Where `size` completions cannot honour the floor, it gives way to half the mean probability, size / (2 n).
+    Where n completions at the floor are more than `size`, it gives way to half the mean probability, size / (2 n).
 
     Args:
         magnitude: (n,) > 0.
@@ -182,4 +182,5 @@ def fixed_size_inclusion(magnitude: ArrayLike, size: int, floor: float) -> Array
         raise ValueError(f"every magnitude and the floor must be > 0, got {norms.min()} and {floor}")
     if size == norms.size:
         return np.ones_like(norms)
-    return _solve(_relative(norms), np.ones_like(norms), float(size), min(floor, size / (2 * norms.size)))
+    feasible = floor if floor * norms.size <= size else size / (2 * norms.size)
+    return _solve(_relative(norms), np.ones_like(norms), float(size), feasible)

@@ -19,7 +19,7 @@ def draw(
         pi: (n,) inclusion probabilities in [0, 1].
         rng: the generator that decides.
         design: `pivotal` (Deville and Tille 1998, ordered): neighbours in `order` compete for a place, so that the
-            sample spreads over the order and its size is sum(pi), exactly if that is an integer. `poisson`: independent.
+            sample spreads over the order and its size is sum(pi) where that is an integer. `poisson`: independent.
         order: (n,) permutation of the completions; neighbours should be alike. None means as given.
 
     Returns:

@@ -62,8 +62,10 @@ def install_weighted_aggregation() -> None:
     Not undone after a call: threads share the module, and the context variable already confines the weights to a call.
     """
     if not hasattr(core_algos.agg_loss, "verl_original"):
-        if losses.agg_loss is not core_algos.agg_loss:
-            raise RuntimeError("verl.workers.utils.losses.agg_loss is not verl's own: another plugin has replaced it")
+        if losses.agg_loss is not core_algos.agg_loss or core_algos.agg_loss.__module__ != core_algos.__name__:
+            raise RuntimeError(
+                "agg_loss in verl is not verl's own: another plugin has replaced it, and DPPO would not see it"
+            )
         core_algos.agg_loss = losses.agg_loss = _weighted(core_algos.agg_loss)
 
 

@@ -17,6 +17,8 @@ from verl_dppo.settings import DPPOSettings, RefusedSettingError, refuse
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
 ROLLOUT_CORRECTION = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REFERENCE = "actor_rollout_ref.ref"
 # Engines that run the actor, and how many devices one data-parallel rank of them spans.
 MODEL_PARALLEL = {
     "fsdp": ("fsdp_config.ulysses_sequence_parallel_size",),
@@ -70,17 +72,21 @@ def data_parallel_ranks(config: DictConfig) -> int:
 
 def rows_multiple(config: DictConfig, ranks: int) -> int:
     """Return what the rows of a mini-batch must be a multiple of: the ranks, times fixed micro-batch sizes."""
-    if _select(config, f"{ACTOR}.use_dynamic_bsz", False):
-        return ranks
-    names = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
+    phases = [
+        (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+        (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+    ]
     if _select(config, f"{ACTOR}.use_kl_loss", False):
-        names.append("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu")
+        phases.append((f"{REFERENCE}.log_prob_use_dynamic_bsz", f"{REFERENCE}.log_prob_micro_batch_size_per_gpu"))
     sizes = []
-    for name in names:
+    for dynamic, name in phases:
+        if _select(config, dynamic, False):
+            continue
         size = _select(config, name)
         if size is None:
-            way_out = f"set it, or {ACTOR}.use_dynamic_bsz=true (the log-prob settings follow)"
-            raise refuse(name, None, "without dynamic micro-batches its size must be known", way_out)
+            raise refuse(
+                name, None, "without dynamic micro-batches its size must be known", f"set it, or {dynamic}=true"
+            )
         sizes.append(int(size))
     return ranks * math.lcm(*sizes)
 
@@ -106,10 +112,10 @@ def _of_the_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
         reason = "v1 scores the sessions of a prompt together under the name grpo only"
         yield refuse("algorithm.adv_estimator", estimator, reason, "leave it at grpo")
     yield from _switch(config, "critic.enable", "DPPO prunes what a critic would train on", "set critic.enable=false")
-    n = int(_select(config, "actor_rollout_ref.rollout.n", 1))
+    n = int(_select(config, f"{ROLLOUT}.n", 1))
     if n < 2:
         reason = "the advantage of a group of one is not defined"
-        yield refuse("actor_rollout_ref.rollout.n", n, reason, "sample at least 2 completions for each prompt")
+        yield refuse(f"{ROLLOUT}.n", n, reason, "sample at least 2 completions for each prompt")
     yield from _switch(
         config,
         "algorithm.filter_groups.enable",
@@ -170,14 +176,6 @@ def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
     if prompts % mini:
         reason = f"it does not divide into mini-batches of {mini} prompts"
         yield refuse("data.train_batch_size", prompts, reason, f"use a multiple of {ACTOR}.ppo_mini_batch_size={mini}")
-    ranks = data_parallel_ranks(config)
-    rows, multiple = mini * int(_select(config, "actor_rollout_ref.rollout.n", 1)), rows_multiple(config, ranks)
-    if rows % multiple:
-        reason = (
-            f"its {rows} completions do not divide over {ranks} data-parallel ranks in micro-batches ({multiple} rows)"
-        )
-        way_out = f"make ppo_mini_batch_size * rollout.n a multiple of {multiple}, or set {ACTOR}.use_dynamic_bsz=true"
-        yield refuse(f"{ACTOR}.ppo_mini_batch_size", mini, reason, way_out)
     yield from _switch(
         config,
         f"{ACTOR}.shuffle",
@@ -190,6 +188,17 @@ def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
         "it needs whole groups in a micro-batch",
         f"set {ACTOR}.use_prefix_grouper=false",
     )
+    try:
+        ranks = data_parallel_ranks(config)
+        multiple = rows_multiple(config, ranks)
+    except RefusedSettingError as error:
+        yield error
+        return
+    rows = mini * int(_select(config, f"{ROLLOUT}.n", 1))
+    if rows % multiple:
+        reason = f"its {rows} completions do not divide over {ranks} data-parallel ranks ({multiple} rows at a time)"
+        way_out = f"make ppo_mini_batch_size * rollout.n a multiple of {multiple}, or set {ACTOR}.use_dynamic_bsz=true"
+        yield refuse(f"{ACTOR}.ppo_mini_batch_size", mini, reason, way_out)
 
 
 def check_verl_version(installed: str) -> None:
@@ -212,11 +221,7 @@ def check_run(config: DictConfig) -> DPPOSettings:
     settings = settings_of(config)
     check_verl_version(version("verl"))
     if settings.prunes_completions:
-        found = [*_of_the_trainer(config), *_of_the_loss(config)]
-        try:
-            found.extend(_of_the_batch(config))
-        except RefusedSettingError as error:
-            found.append(error)
+        found = [*_of_the_trainer(config), *_of_the_loss(config), *_of_the_batch(config)]
         if found:
             raise RefusedSettingError("\n".join(map(str, found)))
     return settings

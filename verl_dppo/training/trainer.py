@@ -19,7 +19,6 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
-from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_dppo.pruning import (
     CompletionPlan,
@@ -112,7 +111,7 @@ class DPPOTrainer(PPOTrainerSync):
         full = read_full_batch(batch, self.config)
         magnitude = self._magnitude(full)
         plan = self._plan(full, magnitude)
-        kept, of_rank = prune(batch, plan, self._data_parallel_size(), self.tokenizer.eos_token_id)
+        kept, balance = prune(batch, plan, self._data_parallel_size(), self.tokenizer.eos_token_id)
         trained = np.zeros(len(batch), dtype=bool)
         trained[plan.kept] = True
         dropped = keep_rows(batch, np.flatnonzero(~trained))
@@ -121,17 +120,14 @@ class DPPOTrainer(PPOTrainerSync):
         figures = plan_metrics(full, plan, magnitude)
         row_of_key = {key: row for row, key in enumerate(batch.keys)}
         self._step = _Step(full, plan, row_of_key, dropped, figures)
-        metrics.update(figures)
-        tokens = [tag["seq_len"] for tag in kept.tags]
-        positions = np.split(np.arange(len(kept)), np.cumsum([len(rows) for rows in of_rank])[:-1])
-        metrics.update(log_seqlen_unbalance(tokens, [p.tolist() for p in positions], prefix="global_seqlen"))
+        metrics.update(figures | balance)
         return kept
 
     def _magnitude(self, full: FullBatch) -> NDArray[np.float64]:
         """Return (n,) estimated gradient norms, 0 exactly for completions without a gradient."""
         actor = self.config.actor_rollout_ref.actor
         magnitude = score_magnitude(full.advantage, full.length, full.sum_sq_one_minus_p, actor.loss_agg_mode)
-        magnitude = np.where(full.differs, magnitude, 0.0)
+        magnitude = np.where(full.has_advantage, magnitude, 0.0)
         if not (actor.use_kl_loss or actor.entropy_coeff):
             return magnitude
         least = SMALLEST_RELATIVE_MAGNITUDE * magnitude.mean() if magnitude.any() else 1.0

@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
-from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 from verl_dppo.pruning import CompletionPlan
 
@@ -34,7 +34,7 @@ class FullBatch:
         length: (n,) float64, response tokens that enter the loss.
         prompt_length: (n,) int, prompt tokens.
         sequence_length: (n,) int, prompt and response tokens, those of tools and environments included.
-        differs: (n,) bool, whether the rewards of the completion's group differ at all.
+        has_advantage: (n,) bool, whether the advantage is one, and not the rounded zero of equal rewards.
         sum_sq_one_minus_p: (n,) float64, sum of (1 - p_t)^2 over its response, or None without rollout log-probs.
         mean_negative_log_prob: mean of -log p over all response tokens, an estimate of the rollout's entropy, or None.
         verl_metrics: verl's own metrics of rewards, advantages and lengths, taken over all n completions.
@@ -45,7 +45,7 @@ class FullBatch:
     length: NDArray[np.float64]
     prompt_length: NDArray[np.int64]
     sequence_length: NDArray[np.int64]
-    differs: NDArray[np.bool_]
+    has_advantage: NDArray[np.bool_]
     sum_sq_one_minus_p: NDArray[np.float64] | None
     mean_negative_log_prob: float | None
     verl_metrics: dict[str, float]
@@ -72,12 +72,23 @@ def row_sums(values: Any) -> NDArray[np.float64]:
     return (total[offsets[1:]] - total[offsets[:-1]]).numpy()
 
 
-def rewards_differ(reward: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return for each row whether any two rewards of its group differ, by equality and not by a rounded advantage."""
+def has_advantage(reward: NDArray[np.float64], group: NDArray[np.int64], session: Sequence[str]) -> NDArray[np.bool_]:
+    """Return for each row whether its advantage is one, and not a rounded zero.
+
+    Rewards that are equal in a group leave no advantage, although in float32 it may come out as .05. Of a group that
+    lost all sessions but one, verl takes the reward itself as advantage.
+
+    Args:
+        reward: (n,) of each row.
+        group: (n,) its prompt, numbered from 0.
+        session: (n,) its session; several rows may belong to one.
+    """
     highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
     np.maximum.at(highest, group, reward)
     np.minimum.at(lowest, group, reward)
-    return (highest > lowest)[group]
+    group_of_session = dict(zip(session, group, strict=True))
+    sessions = np.bincount(list(group_of_session.values()), minlength=group.max() + 1)
+    return np.where(sessions[group] > 1, (highest > lowest)[group], reward != 0)
 
 
 def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
@@ -113,7 +124,7 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
         length=length,
         prompt_length=np.array([tag["prompt_len"] for tag in batch.tags], dtype=np.int64),
         sequence_length=np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64),
-        differs=rewards_differ(reward, group),
+        has_advantage=has_advantage(reward, group, [key.rsplit("_", 1)[0] for key in batch.keys]),
         sum_sq_one_minus_p=surprise,
         mean_negative_log_prob=negative_log_prob,
         verl_metrics=compute_data_metrics(full, use_critic=False),
@@ -201,7 +212,7 @@ def keep_rows(batch: KVBatchMeta, rows: NDArray[np.int64]) -> KVBatchMeta:
 
 def prune(
     batch: KVBatchMeta, plan: CompletionPlan, ranks: int, eos_token_id: int
-) -> tuple[KVBatchMeta, list[list[int]]]:
+) -> tuple[KVBatchMeta, dict[str, float]]:
     """Cut the batch down to the plan's rows, pad each mini-batch to the common size, and order rows for the ranks.
 
     Args:
@@ -211,7 +222,7 @@ def prune(
         eos_token_id: token of padding rows.
 
     Returns:
-        The new batch, and the sequence lengths that each rank holds. Data of dropped rows is still in the queue.
+        The new batch, and verl's metrics of its balance over ranks. Data of dropped rows is still in the queue.
     """
     kept = append_padding(keep_rows(batch, plan.kept), sum(plan.padding), eos_token_id)
     mini_batch = np.concatenate(
@@ -220,7 +231,7 @@ def prune(
     tokens = [tag["seq_len"] for tag in kept.tags]
     order, of_rank = rank_order(tokens, mini_batch, ranks)
     kept.reorder(order)
-    return kept, of_rank
+    return kept, log_seqlen_unbalance(tokens, of_rank, prefix="global_seqlen")
 
 
 def put_columns(batch: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:

@@ -1,0 +1,100 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo import padding_utils
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+from verl_dppo.training.metrics import saved_time, variance_inflation
+from verl_dppo.training.transform import _tiny_padding, has_advantage, in_submission_order, rank_order, row_sums
+
+
+def test_rows_come_in_the_order_of_submission_session_and_output():
+    keys = ["b_1_0", "a_10_0", "a_2_1", "a_2_0", "b_0_0"]
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{"key": key} for key in keys])
+    ordered = in_submission_order(batch, {"b": 0, "a": 1})
+    assert ordered.keys == ["b_0_0", "b_1_0", "a_2_0", "a_2_1", "a_10_0"]
+    assert [tag["key"] for tag in ordered.tags] == ordered.keys
+
+
+def test_equal_rewards_leave_no_advantage_where_float32_makes_one_of_them():
+    seen = 0.0
+    for reward, size in [(0.1, 6), (0.1, 12), (0.7, 6), (0.7, 12), (0.9, 12), (0.9, 24)]:
+        token_rewards = torch.full((size, 1), reward)
+        advantage, _ = compute_grpo_outcome_advantage(token_rewards, torch.ones(size, 1), ["u"] * size)
+        seen = max(seen, float(advantage.abs().max()))
+        rewards = row_sums(torch.nested.as_nested_tensor(list(token_rewards), layout=torch.jagged))
+        assert not has_advantage(rewards, np.zeros(size, int), [f"u_{i}" for i in range(size)]).any()
+    assert seen > 1e-3, "verl's own advantage is zero in all of these: the test is empty"
+
+
+def test_a_single_different_reward_makes_the_whole_group_informative():
+    group = np.repeat([0, 1], 3)
+    found = has_advantage(np.array([0.0, 0, 1, 1, 1, 1]), group, [f"{g}_{i}" for i, g in enumerate(group)])
+    assert found.tolist() == [True] * 3 + [False] * 3
+
+
+def test_a_group_that_lost_all_sessions_but_one_keeps_the_advantage_that_verl_gives_it():
+    """Two rows of one session are one completion: verl's GRPO takes its reward for its advantage."""
+    found = has_advantage(np.array([1.0, 1.0, 0.0]), np.array([0, 0, 1]), ["a_0", "a_0", "b_0"])
+    assert found.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(("ranks", "mini_batches"), [(1, 1), (1, 3), (2, 2), (4, 3)])
+def test_verls_contiguous_split_gives_each_rank_its_part_of_every_mini_batch(ranks, mini_batches):
+    rng = np.random.default_rng(ranks * 10 + mini_batches)
+    per_mini_batch = 4 * ranks
+    mini_batch = rng.permutation(np.repeat(np.arange(mini_batches), per_mini_batch))
+    length = rng.integers(10, 500, mini_batch.size)
+    order, of_rank = rank_order(length.tolist(), mini_batch, ranks)
+    assert sorted(order) == list(range(mini_batch.size))
+    chunks = np.array(order).reshape(ranks, mini_batches, 4)
+    for rank in range(ranks):
+        assert chunks[rank].ravel().tolist() == of_rank[rank]
+        for k in range(mini_batches):
+            assert (mini_batch[chunks[rank, k]] == k).all()
+
+
+def test_one_rank_keeps_the_order_of_the_batch():
+    order, _ = rank_order([5, 1, 9, 2], np.zeros(4, int), 1)
+    assert order == [0, 1, 2, 3]
+
+
+def test_verls_padding_is_tiny_inside_the_call_and_verls_own_outside():
+    """Fails when verl renames the constant, or bakes it into the function that reads it."""
+    assert padding_utils.SYNTHETIC_PADDING_SEQ_LEN == 128
+    row = {"prompts": torch.ones(7, dtype=torch.long), "position_ids": torch.arange(9)}
+    with _tiny_padding():
+        sample, tag = padding_utils.construct_minimal_padding_template(row, {"seq_len": 9}, eos_token_id=3)
+    assert sample["input_ids"].tolist() == [3, 3]
+    assert tag["seq_len"] == 2
+    assert padding_utils.SYNTHETIC_PADDING_SEQ_LEN == 128
+
+
+def test_row_sums_of_a_jagged_tensor():
+    nested = torch.nested.as_nested_tensor([torch.tensor([1.0, 2.0]), torch.tensor([4.0])], layout=torch.jagged)
+    assert row_sums(nested).tolist() == [3.0, 4.0]
+
+
+def test_variance_inflation_by_hand():
+    assert variance_inflation(np.array([0.5, 1.0, 0.0]), np.array([2.0, 1.0, 9.0])) == pytest.approx(4 / 5)
+    assert variance_inflation(np.zeros(3), np.ones(3)) == 0
+
+
+def test_saved_time_by_hand():
+    """A step of 10 s, 4 of rollout and 3 of update on half of the tokens, would have taken 13 s."""
+    timing = {"step": 10.0, "gen": 4.0, "old_log_prob": 1.0, "update_actor": 2.0}
+    saved = saved_time(timing, trained_share=0.5, rho=0.1)
+    assert saved["dppo/seconds_saved"] == pytest.approx(3)
+    assert saved["dppo/time_ratio"] == pytest.approx(1.3)
+    assert saved["dppo/noise_equivalent_speedup"] == pytest.approx(13 / (7 * 1.1 + 3))
+
+
+@pytest.mark.parametrize("module", ["transform", "metrics", "loss", "advantage", "refusals", "hydra_source"])
+def test_any_module_may_be_what_imports_verl_in_the_first_place(module):
+    code = f"import verl_dppo.training.{module}; from verl_dppo import plugin; print(plugin.failures)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "{}", result.stderr
