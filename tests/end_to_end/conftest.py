@@ -68,7 +68,7 @@ def verl_run(data, tmp_path_factory):
             "data.max_prompt_length=64",
             "data.max_response_length=192",
             f"actor_rollout_ref.model.path={MODEL_FOLDER}",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.optim.lr=1e-4",
             "reward.custom_reward_function.path=pkg://verl_dppo.cpu.demo.task",
             "reward.custom_reward_function.name=compute_score",
             "trainer.logger=[console,file]",

@@ -81,17 +81,11 @@ def record_or_replay(llm_server):
         key = (sample.step, sample.prompt, sample.sample)
         if "TEST_REPLAY" in os.environ:
             line = recorded[key]
-            return TokenOutput(
-                token_ids=line["token_ids"],
-                log_probs=line["log_probs"],
-                stop_reason="completed",
-                num_preempted=0,
-                extra_fields={"global_steps": sample.step - 1},
-            )
+            return TokenOutput(stop_reason="completed", num_preempted=0, **line)
         output = await generate(self, request_id, **kwargs)
-        line = {"key": key, "token_ids": output.token_ids, "log_probs": output.log_probs}
+        line = {"token_ids": output.token_ids, "log_probs": output.log_probs, "extra_fields": output.extra_fields}
         with open(os.environ["TEST_RECORD"], "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"key": key, **line}) + "\n")
         return output
 
     client.generate = with_record
