@@ -1,4 +1,5 @@
 import json
+import random
 
 import pyarrow.parquet as pq
 import pytest
@@ -78,6 +79,18 @@ def test_worked_solutions_are_right(careful):
 def test_worked_solutions_show_every_partial_sum():
     assert solution("3 - 9 + 20", careful=False) == "3 - 9 = -6\n-6 + 20 = 14\nanswer: 14"
     assert solution("3 - 9 + 20", careful=True) == "3 - 9 = -6\n-6 + 20\n-6 + 20 = 14\nanswer: 14"
+
+
+def test_slips_are_carried_through_to_the_answer():
+    rng = random.Random(0)
+    entries = unique_problems("train", seed=0, count=400)
+    solved = [score(solution(e["metadata"]["expression"], True, slip_rate=0.1, rng=rng), e["answer"]) for e in entries]
+    expected = [0.9 ** (entry["metadata"]["num_terms"] - 1) for entry in entries]
+    # Two slips may cancel, hence a little more than expected.
+    assert abs(sum(solved) - sum(expected)) < 0.08 * len(entries)
+    text = solution("50 + 3 - 9", careful=True, slip_rate=1.0, rng=rng).splitlines()
+    assert text[1].split()[0] == text[0].split()[-1] != "53"
+    assert text[2].split()[-1] == text[3].split()[-1]
 
 
 def expressions(split, seed, count):

@@ -35,7 +35,7 @@ def test_the_same_seed_gives_the_same_weights():
 
 def test_only_the_response_and_its_end_carry_labels():
     tokenizer = build_tokenizer()
-    ids, labels = next(examples(0, 0.3, tokenizer))
+    ids, labels = next(examples(0, tokenizer))
     prompt, response = tokenizer.decode(ids[labels == IGNORED]), tokenizer.decode(labels[labels != IGNORED])
     assert prompt.endswith("<|im_start|>assistant\n")
     assert response.endswith("<|im_end|>")
@@ -45,14 +45,14 @@ def test_only_the_response_and_its_end_carry_labels():
 
 def test_the_warm_start_never_shows_a_validation_problem():
     tokenizer = build_tokenizer()
-    for ids, _ in islice(examples(0, 0.3, tokenizer), 200):
+    for ids, _ in islice(examples(0, tokenizer), 200):
         expression = tokenizer.decode(ids).removeprefix("<|im_start|>user\n").partition(" =")[0]
         assert split_of(expression) == "train"
 
 
 def test_batches_hold_chats_of_similar_length():
     tokenizer = build_tokenizer()
-    stream = batches(examples(0, 0.3, tokenizer), batch_size=32, pad_token_id=tokenizer.pad_token_id, seed=0)
+    stream = batches(examples(0, tokenizer), batch_size=32, pad_token_id=tokenizer.pad_token_id, seed=0)
     for ids, labels in islice(stream, 16):
         assert ids.shape == labels.shape
         assert (ids == tokenizer.pad_token_id).float().mean() < 0.25
@@ -61,7 +61,7 @@ def test_batches_hold_chats_of_similar_length():
 def test_stages_follow_each_other_from_easy_to_hard():
     easy, hard = Stage(3, {"max_terms": 2, "max_digits": 1}), Stage(2)
     phase = Phase((easy, hard), batch_size=8, learning_rate=1e-3)
-    widths = [ids.shape[1] for ids, _ in phase_batches(phase, 0, 0.3, build_tokenizer())]
+    widths = [ids.shape[1] for ids, _ in phase_batches(phase, 0, build_tokenizer())]
     assert len(widths) == 5
     assert max(widths[:3]) < 60 < max(widths[3:])
 

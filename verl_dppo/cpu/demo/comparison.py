@@ -17,7 +17,7 @@ Report = Callable[[str], None]
 
 PHASES = ("gen", "dppo_prune", "old_log_prob", "adv", "update_actor", "update_weights")
 UPDATE_PHASES = ("old_log_prob", "update_actor")
-PASS_RATE = "val-core/reasoning_gym/chain_sum/reward/"
+PASS_RATE = "val-core/reasoning_gym/chain_sum/acc/"
 ALGORITHMS = {"GRPO": ("algorithm.adv_estimator=grpo",), "DPPO": ("algorithm=dppo",)}
 
 

@@ -21,7 +21,8 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 TEMPLATE = """# The demo task
 
 Chain sums of the `reasoning-gym` library, 2 to 6 terms of 1 or 2 digits, and a byte-level Qwen2 of 0.66 million
-parameters that a supervised warm start has taught the format and part of the arithmetic. One byte is one token. The
+parameters. A supervised warm start has taught it the format and most of the arithmetic, and then, on data where 15 %
+of the partial sums are wrong, to slip: reinforcement learning has mistakes to take away. One byte is one token. The
 reward is 1 if reasoning-gym accepts the number on the last line of the response, `answer: N`, else 0.
 
     prompt      12 + 19 - 5 =
