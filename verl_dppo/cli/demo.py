@@ -12,10 +12,10 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of data, logs and the table")
-    parser.add_argument("--steps", type=int, default=30, help="training steps of each run (default 30)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one pair of runs for each (default 0)")
     parser.add_argument("--train-rows", type=int, default=2048, help="training problems (default 2048)")
-    parser.add_argument("--validation-rows", type=int, default=128, help="validation problems (default 128)")
+    parser.add_argument("--validation-rows", type=int, default=96, help="validation problems (default 96)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for both runs, as verl takes them")
 
 
