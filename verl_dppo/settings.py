@@ -9,7 +9,7 @@ from verl_dppo.pruning.sampling import DESIGNS
 RULES = ("neyman", "threshold")
 # Named in the design of this plugin but not built: asking for one must not look as if it did something.
 NOT_BUILT = {
-    "preset": "set `algorithm.dppo.completion.rule=threshold` for the paper's completion rule",
+    "preset": "set `algorithm.dppo.completion.rule=threshold` for a paper-like completion rule",
     "prompt": "prompts are not pruned yet; leave `algorithm.dppo.prompt` out",
     "packing": "packing is not there yet; verl's own dynamic micro-batches pack the kept rows",
     "balance": "the balancer is not there yet; verl's own balances the kept rows over ranks",
@@ -53,7 +53,7 @@ class CompletionSettings:
     """Prune completions. Off, every completion is trained on with weight 1 by verl's own code."""
 
     rule: str = "neyman"
-    """`neyman`: least variance for a token budget. `threshold`: the paper's, on whether |advantage| is below mean."""
+    """`neyman`: least variance for a token budget. `threshold`: paper-like, on whether |advantage| is below mean."""
 
     keep: float = 0.6
     """Neyman: expected share of the response tokens of informative rows that is kept, in (0, 1]."""

@@ -27,6 +27,7 @@ class Run:
 
     metrics: list[dict]
     updates: list[dict]
+    rows: list[dict]
     output: str
     folder: Path
 
@@ -42,7 +43,7 @@ def verl_run(data, tmp_path_factory):
 
     def run(*overrides, steps=3, folder=None, record=None, replay=None, check=True):
         folder = folder or tmp_path_factory.mktemp("run")
-        metrics, updates = folder / "metrics.jsonl", folder / "updates.jsonl"
+        metrics, updates, rows = (folder / f"{name}.jsonl" for name in ("metrics", "updates", "rows"))
         env = {
             **os.environ,
             "VERL_PLATFORM": "cpu",
@@ -52,6 +53,7 @@ def verl_run(data, tmp_path_factory):
             "VERL_FILE_LOGGER_PATH": str(metrics),
             "HYDRA_FULL_ERROR": "1",
             "TEST_UPDATES": str(updates),
+            "TEST_ROWS": str(rows),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         env.update({name: str(path) for name, path in (("TEST_RECORD", record), ("TEST_REPLAY", replay)) if path})
@@ -85,7 +87,7 @@ def verl_run(data, tmp_path_factory):
         output = result.stdout + result.stderr
         (folder / "output.log").write_text(output)
         assert not check or result.returncode == 0, output[-6000:]
-        return Run(_lines(metrics, "data"), _lines(updates), output, folder)
+        return Run(_lines(metrics, "data"), _lines(updates), _lines(rows), output, folder)
 
     return run
 
@@ -105,9 +107,10 @@ def stock(verl_run):
 
 @pytest.fixture(scope="session")
 def pruned(verl_run, tmp_path_factory):
-    """DPPO at keep=.5 in two mini-batches, four steps, with a checkpoint after the second and rollouts recorded."""
+    """DPPO at keep=.5 in two mini-batches, four steps, a checkpoint after the second, all rollouts dumped."""
     folder = tmp_path_factory.mktemp("pruned")
-    return verl_run(*PRUNED, "trainer.save_freq=2", steps=4, folder=folder, record=folder / "rollouts.jsonl")
+    dump = f"trainer.rollout_data_dir={folder / 'dump'}"
+    return verl_run(*PRUNED, dump, "trainer.save_freq=2", steps=4, folder=folder)
 
 
 PRUNED = (*DPPO, "algorithm.dppo.completion.keep=0.5", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}")

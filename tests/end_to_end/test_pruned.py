@@ -2,8 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from end_to_end.conftest import COMPLETIONS, DPPO, PROMPTS, PRUNED
+from transformers import AutoTokenizer
+
+from verl_dppo.cpu.demo import MODEL_FOLDER
+from verl_dppo.pruning import deal_mini_batches
 
 pytestmark = pytest.mark.end_to_end
 
@@ -17,6 +22,40 @@ def test_half_of_the_informative_tokens_are_trained_on_in_the_same_number_of_ste
         assert metrics["dppo/weight_sum_ratio"] == pytest.approx(1, abs=0.4)
         assert metrics["dppo/variance_inflation"] > 0
         assert metrics["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_the_loss_is_handed_the_weights_advantages_and_denominators_of_the_full_batch(pruned):
+    """Everything is computed again from the dump of all rollouts, and compared with what arrives in the worker."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    rows = iter(pruned.rows)
+    for step, metrics in enumerate(pruned.metrics, start=1):
+        dump = [json.loads(line) for line in (pruned.folder / "dump" / f"{step}.jsonl").read_text().splitlines()]
+        keys = [line["uid"].rsplit("_", 2) for line in dump]
+        order = sorted(range(len(dump)), key=lambda i: (keys[i][0], int(keys[i][1])))
+        score = np.array([dump[i]["score"] for i in order]).reshape(PROMPTS, COMPLETIONS)
+        std = score.std(1, ddof=1, keepdims=True)
+        advantage = ((score - score.mean(1, keepdims=True)) / (std + 1e-6)).ravel()
+        informative = np.repeat(std[:, 0] > 0, COMPLETIONS)
+        group = np.repeat(np.arange(PROMPTS), COMPLETIONS)
+        text = [dump[i]["output"] for i in order]
+        # One byte is one token, and every response but a cut one ends in a token that the text does not show.
+        length = np.array([min(len(t.encode()) + 1, 192) for t in text])
+        dealt = deal_mini_batches(informative, group, 2, np.random.default_rng([0, step, 0, 0]))
+        tokens = np.bincount(dealt, length)
+        mine = [next(rows) for _ in range(round(metrics["dppo/rows_per_mini_batch"]) * 2)]
+        expected = {(t, k): a for t, k, a in zip(text, tokens[dealt], advantage, strict=True)}
+        for row in mine:
+            shown = tokenizer.decode(row["response"], skip_special_tokens=True)
+            same = [a for (t, k), a in expected.items() if t == shown and k == row["tokens"]]
+            assert same, "a row in a mini-batch that it was not dealt to, or with another token count"
+            if row["weight"]:
+                assert min(abs(a - row["advantage"]) for a in same) < 1e-4
+        weights = [row["weight"] for row in mine if row["weight"]]
+        assert max(weights) == pytest.approx(metrics["dppo/weight_max"])
+        assert np.mean(weights) == pytest.approx(metrics["dppo/weight_mean"])
+        assert max(weights) > 1.2, "no weight differs from 1: the test is empty"
+        assert sum(weights) == pytest.approx(metrics["dppo/weight_sum_ratio"] * informative.sum())
+    assert next(rows, None) is None
 
 
 def test_every_step_reports_what_it_saved_and_what_it_cost(pruned):
@@ -107,7 +146,8 @@ def test_kl_entropy_padding_and_the_dump_of_rollouts(verl_run, tmp_path):
         assert mean == pytest.approx(run.metrics[step - 1]["critic/score/mean"], rel=1e-5)
 
 
-def test_the_papers_rule_trains_too(verl_run):
+@pytest.mark.long
+def test_the_threshold_rule_trains_too(verl_run):
     run = verl_run(*DPPO, "algorithm.dppo.completion.rule=threshold", "algorithm.dppo.completion.rate=0.7", steps=1)
     assert run.metrics[0]["dppo/kept_fraction"] < run.metrics[0]["dppo/informative_fraction"]
     assert run.metrics[0]["dppo/weight_max"] > 2

@@ -4,10 +4,12 @@ Stock verl names prompts by random uids and takes rows in the order in which rol
 never agree to the last bit. Here uids count upwards and rows are taken in their order. Besides:
 
 TEST_UPDATES=FILE   one JSON line for each optimiser step of rank 0: gradient norm and a hash of all parameters after it
+TEST_ROWS=FILE      one JSON line for each row that reaches the weighted loss: response, weight, advantage, token count
 TEST_RECORD=FILE    append each rollout, keyed by (step, prompt, sample)
 TEST_REPLAY=FILE    answer rollouts from that file; one that is not in it is an error
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -66,6 +68,25 @@ def log_updates(transformer_impl):
     engine.optimizer_step = step
 
 
+def log_rows(loss):
+    dppo_loss = loss.dppo_loss
+
+    @functools.wraps(dppo_loss)
+    def logged(config, model_output, data, dp_group=None):
+        with open(os.environ["TEST_ROWS"], "a") as file:
+            for row, response in enumerate(data["responses"].unbind()):
+                line = {
+                    "response": response.tolist(),
+                    "weight": data[loss.WEIGHT][row].item(),
+                    "advantage": data["advantages"].unbind()[row][0].item(),
+                    "tokens": data[loss.BATCH_NUM_TOKENS][row].item(),
+                }
+                file.write(json.dumps(line) + "\n")
+        return dppo_loss(config, model_output, data, dp_group)
+
+    loss.dppo_loss = logged
+
+
 def record_or_replay(llm_server):
     from verl.workers.rollout.replica import TokenOutput
 
@@ -95,5 +116,7 @@ when_imported("verl.trainer.ppo.v1.trainer_base", count_uids)
 when_imported("verl.trainer.ppo.v1.replay_buffer", take_rows_in_order)
 if "TEST_UPDATES" in os.environ:
     when_imported("verl.workers.engine.fsdp.transformer_impl", log_updates)
+if "TEST_ROWS" in os.environ:
+    when_imported("verl_dppo.training.loss", log_rows)
 if "TEST_RECORD" in os.environ or "TEST_REPLAY" in os.environ:
     when_imported("verl.workers.rollout.llm_server", record_or_replay)

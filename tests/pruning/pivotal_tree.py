@@ -8,12 +8,13 @@ import numpy as np
 class ScriptedGenerator:
     """Stands in for numpy's generator where a test must take one named branch of a draw."""
 
-    def __init__(self, luck: list[float]) -> None:
-        self.luck = np.array(luck)
+    def __init__(self, *draws: list[float]) -> None:
+        self.draws = [np.array(luck) for luck in draws]
 
     def random(self, size: int) -> np.ndarray:
-        assert size == self.luck.size, "the draw asked for another number of random numbers than the tree has fights"
-        return self.luck
+        luck = self.draws.pop(0)
+        assert size == luck.size, "the draw asked for another number of random numbers than the tree has fights"
+        return luck
 
 
 def pivotal_tree(pi: np.ndarray) -> Iterator[tuple[float, list[float], frozenset[int]]]:

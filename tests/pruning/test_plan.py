@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pruning.pivotal_tree import ScriptedGenerator, pivotal_tree
 
 from verl_dppo.pruning import deal_mini_batches, neyman_inclusion, plan_completions
 
@@ -139,3 +140,41 @@ def test_the_weighted_sum_of_a_mini_batch_has_the_full_sum_as_expectation():
     )
     z = (sums.mean(0) - np.bincount(mini_batch, value)) / (sums.std(0) / np.sqrt(len(sums)))
     assert np.abs(z).max() < 4.5
+
+
+def test_the_expected_weight_of_every_completion_is_one_in_every_mini_batch_exactly():
+    """All paths of the draws of two mini-batches, through the plan itself: E[weight] = 1 where there is a gradient."""
+    rng = np.random.default_rng(4)
+    magnitude, length = rng.lognormal(size=14) * (np.arange(14) % 7 > 0), rng.integers(5, 90, 14).astype(float)
+    mini_batch = deal_mini_batches(magnitude > 0, np.arange(14) // 7, 2, rng)
+    order, slope = rng.permutation(14), magnitude / np.sqrt(length)
+    target = np.zeros(14)
+    for k in range(2):
+        target[mini_batch == k] = neyman_inclusion(magnitude[mini_batch == k], length[mini_batch == k], 0.5)
+
+    def plan(generator):
+        return plan_completions(slope, target, mini_batch, order, length, 2, 1, 0.125, "pivotal", generator)
+
+    pi = plan(np.random.default_rng(0)).pi
+    trees = [list(pivotal_tree(pi[order[(mini_batch[order] == k) & (slope[order] > 0)]])) for k in range(2)]
+    expected, total = np.zeros(14), 0.0
+    for first in trees[0]:
+        for second in trees[1]:
+            outcome = plan(ScriptedGenerator(first[1], second[1]))
+            expected += first[0] * second[0] * outcome.weight
+            total += first[0] * second[0]
+    assert total == pytest.approx(1, abs=1e-12)
+    assert expected[magnitude > 0] == pytest.approx(1, abs=1e-10)
+    assert (expected[magnitude == 0] == 0).all()
+
+
+def test_independent_draws_that_keep_nothing_leave_one_inert_row():
+    """Padding copies a row, so that there must be one; it weighs nothing."""
+    n = 4
+    plan = plan_completions(
+        np.ones(n), np.full(n, 1e-9), np.zeros(n, int), np.arange(n), np.array([9.0, 3.0, 7.0, 5.0]), 1, 2, 1e-9,
+        "poisson", np.random.default_rng(0),
+    )  # fmt: skip
+    assert 1 in plan.kept.tolist()
+    assert plan.rows_per_mini_batch == 2
+    assert (plan.weight == 0).all()

@@ -6,10 +6,18 @@ import sys
 
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
+from verl_dppo import plugin
 from verl_dppo.settings import RefusedSettingError
-from verl_dppo.training.refusals import check_run, check_verl_version, data_parallel_ranks, rows_multiple
+from verl_dppo.training.refusals import (
+    RefuseBeforeStart,
+    check_entry_point,
+    check_run,
+    check_verl_version,
+    data_parallel_ranks,
+    rows_multiple,
+)
 
 ACTOR = "actor_rollout_ref.actor"
 RUN = (
@@ -57,6 +65,12 @@ def test_a_plain_run_is_let_through():
             ["algorithm.rollout_correction.rollout_is_batch_normalize=true"],
             r"rollout_is_batch_normalize=True is refused",
         ),
+        (
+            [f"+{ACTOR}.policy_loss.rollout_correction.rollout_is_batch_normalize=true"],
+            r"actor\.policy_loss\.rollout_correction\.rollout_is_batch_normalize=True is refused",
+        ),
+        (["+trainer.v1.sync.parameter_sync_step=2"], r"sync\.parameter_sync_step=2 is refused"),
+        ([f"{ACTOR}.ulysses_sequence_parallel_size=3"], r"nnodes=8 is refused.*multiple of 3"),
         (["distillation.enabled=true"], r"distillation\.enabled=True is refused"),
         (["actor_rollout_ref.model.mtp.enable_train=true"], r"mtp\.enable_train=True is refused"),
         (["data.train_batch_size=48"], r"data\.train_batch_size=48 is refused.*multiple of .*ppo_mini_batch_size=32"),
@@ -82,12 +96,54 @@ def test_a_fixed_micro_batch_that_does_not_divide_is_refused():
         check_run(config(*overrides, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16"))
 
 
-def test_a_load_balancing_loss_outside_the_actor_loss_is_refused():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("override_transformer_config.moe_aux_loss_coeff", 0.01),
+        ("override_transformer_config.moe_z_loss_coeff", 0.01),
+        ("override_transformer_config.moe_router_load_balancing_type", "aux_loss"),
+        ("dynamic_context_parallel", True),
+        ("virtual_pipeline_model_parallel_size", 2),
+    ],
+)
+def test_what_megatron_adds_outside_the_actor_loss_or_was_not_tested_is_refused(name, value):
     run = config("model_engine=megatron")
+    assert check_run(run).prunes_completions
     with open_dict(run):
-        run.actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff = 0.01
-    with pytest.raises(RefusedSettingError, match=r"moe_aux_loss_coeff=0\.01 is refused"):
+        OmegaConf.update(run, f"{ACTOR}.megatron.{name}", value, force_add=True)
+    with pytest.raises(RefusedSettingError, match=rf"{name.split('.')[-1]}={value} is refused"):
         check_run(run)
+
+
+def test_verls_other_entry_points_are_refused():
+    def job(config):
+        return None
+
+    job.__module__ = "verl.experimental.one_step_off_policy.main_ppo"
+    with pytest.raises(RefusedSettingError, match=r"entry point=verl\.experimental.*plain GRPO"):
+        check_entry_point(job)
+    with pytest.raises(SystemExit, match=r"entry point=verl\.experimental"):
+        RefuseBeforeStart().on_job_start(config(), task_function=job)
+    job.__module__ = "my.own.main"
+    check_entry_point(job)
+
+
+def test_a_plugin_that_is_only_partly_there_is_refused(monkeypatch):
+    monkeypatch.setitem(plugin.failures, "trainer dppo", ImportError("no such thing"))
+    with pytest.raises(RefusedSettingError, match=r"verl_dppo=trainer dppo is refused.*no such thing"):
+        check_run(config())
+
+
+def test_the_ranks_and_micro_batches_of_the_reference_count_too():
+    run = config(
+        "trainer.n_gpus_per_node=8",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+    )
+    reference = data_parallel_ranks(run, "actor_rollout_ref.ref")
+    assert rows_multiple(run) == max(4, reference * 2)
 
 
 def test_everything_that_is_wrong_is_named_at_once():
@@ -127,13 +183,13 @@ def test_data_parallel_ranks_of_each_engine():
 
 
 def test_rows_are_counted_in_ranks_and_fixed_micro_batches():
-    assert rows_multiple(config(), 8) == 8
+    assert rows_multiple(config()) == 8
     fixed = config(
         f"{ACTOR}.use_dynamic_bsz=false",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=6",
     )
-    assert rows_multiple(fixed, 8) == 8 * 12
+    assert rows_multiple(fixed) == 8 * 12
 
 
 def test_the_real_command_ends_before_ray_starts():

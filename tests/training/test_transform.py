@@ -9,7 +9,14 @@ from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 from verl_dppo.training.metrics import saved_time, variance_inflation
-from verl_dppo.training.transform import _tiny_padding, has_advantage, in_submission_order, rank_order, row_sums
+from verl_dppo.training.transform import (
+    _tiny_padding,
+    has_advantage,
+    in_submission_order,
+    rank_order,
+    row_sums,
+    usual_where_not_finite,
+)
 
 
 def test_rows_come_in_the_order_of_submission_session_and_output():
@@ -27,20 +34,28 @@ def test_equal_rewards_leave_no_advantage_where_float32_makes_one_of_them():
         advantage, _ = compute_grpo_outcome_advantage(token_rewards, torch.ones(size, 1), ["u"] * size)
         seen = max(seen, float(advantage.abs().max()))
         rewards = row_sums(torch.nested.as_nested_tensor(list(token_rewards), layout=torch.jagged))
-        assert not has_advantage(rewards, np.zeros(size, int), [f"u_{i}" for i in range(size)]).any()
+        assert not has_advantage(rewards, rewards, np.zeros(size, int), [f"u_{i}" for i in range(size)]).any()
     assert seen > 1e-3, "verl's own advantage is zero in all of these: the test is empty"
 
 
 def test_a_single_different_reward_makes_the_whole_group_informative():
     group = np.repeat([0, 1], 3)
-    found = has_advantage(np.array([0.0, 0, 1, 1, 1, 1]), group, [f"{g}_{i}" for i, g in enumerate(group)])
+    found = has_advantage(np.array([0.0, 0, 1, 1, 1, 1]), np.ones(6), group, [f"{g}_{i}" for i, g in enumerate(group)])
     assert found.tolist() == [True] * 3 + [False] * 3
 
 
 def test_a_group_that_lost_all_sessions_but_one_keeps_the_advantage_that_verl_gives_it():
     """Two rows of one session are one completion: verl's GRPO takes its reward for its advantage."""
-    found = has_advantage(np.array([1.0, 1.0, 0.0]), np.array([0, 0, 1]), ["a_0", "a_0", "b_0"])
+    reward, advantage = np.array([0.0, 1.0, 0.0]), np.array([1.0, 1.0, 0.0])
+    found = has_advantage(reward, advantage, np.array([0, 0, 1]), ["a_0", "a_0", "b_0"])
     assert found.tolist() == [True, True, False]
+
+
+def test_a_log_prob_that_is_not_finite_spoils_its_own_row_only():
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([float("nan")]), torch.tensor([4.0])]
+    sums = row_sums(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+    assert usual_where_not_finite(sums).tolist() == [3.0, 3.5, 4.0]
+    assert usual_where_not_finite(np.array([np.nan])).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(("ranks", "mini_batches"), [(1, 1), (1, 3), (2, 2), (4, 3)])

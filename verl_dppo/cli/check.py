@@ -30,8 +30,8 @@ def _entry_point() -> str:
     found = [point.value for point in entry_points(group="verl.plugins") if point.name == "dppo"]
     if not found:
         raise RuntimeError("pip install this package: its entry point in the group verl.plugins is not there")
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()
-    if policy.lower() != "auto" and "dppo" not in policy.split(","):
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if policy != "auto" and "dppo" not in {name.strip() for name in policy.split(",")}:
         raise RuntimeError(f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading it; unset it or add dppo")
     return found[0]
 

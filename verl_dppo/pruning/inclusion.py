@@ -68,10 +68,10 @@ def score_magnitude(
 
 
 def threshold_inclusion(score: ArrayLike, group: ArrayLike, rate: float, rtol: float = 1e-4) -> Array:
-    """Keep what scores at least its group's mean; keep the rest with probability 1 - rate (the paper's rule).
+    """Keep what scores at least its group's mean; keep the rest with probability 1 - rate (paper-like).
 
     Args:
-        score: (n,) score of each completion, |A| in the paper.
+        score: (n,) score of each completion, e.g. |A|.
         group: (n,) any labels; completions of one prompt share one.
         rate: in [0, 1), the probability that a below-mean completion is dropped.
         rtol: a score counts as below the mean only if it is so by more than this fraction. Without it, when half of a

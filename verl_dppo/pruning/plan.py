@@ -124,6 +124,8 @@ def plan_completions(
     for m, d in zip(members, drawn, strict=True):
         weight[d] = 1 / pi[d]
         idle = m[slope[m] == 0]
+        if d.size == 0 and idle.size == 0:  # independent draws may leave nothing, and padding copies a row
+            idle = m
         fillers = idle[np.argsort(length[idle], kind="stable")][: rows - d.size]
         chosen.append(np.sort(np.concatenate([d, fillers])))
         padding.append(rows - d.size - fillers.size)

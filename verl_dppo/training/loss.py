@@ -8,6 +8,7 @@ verl's loss is copied, and FSDP and Megatron share it, because verl hands the lo
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class _Weighting:
     calls: int = 0
 
 
+_installing = Lock()
 _current: ContextVar[_Weighting | None] = ContextVar("dppo_weighting", default=None)
 
 
@@ -61,11 +63,11 @@ def install_weighted_aggregation() -> None:
 
     Not undone after a call: threads share the module, and the context variable already confines the weights to a call.
     """
-    if not hasattr(core_algos.agg_loss, "verl_original"):
+    with _installing:
+        if hasattr(core_algos.agg_loss, "verl_original"):
+            return
         if losses.agg_loss is not core_algos.agg_loss or core_algos.agg_loss.__module__ != core_algos.__name__:
-            raise RuntimeError(
-                "agg_loss in verl is not verl's own: another plugin has replaced it, and DPPO would not see it"
-            )
+            raise RuntimeError("agg_loss in verl is not verl's own: another plugin has replaced it")
         core_algos.agg_loss = losses.agg_loss = _weighted(core_algos.agg_loss)
 
 

@@ -29,9 +29,9 @@ def plan_metrics(full: FullBatch, plan: CompletionPlan, magnitude: NDArray[np.fl
     weight = plan.weight[drawn]
     metrics = {
         "prompts_drawn": float(full.group.max() + 1),
-        "completions_drawn": float(n),
+        "completions": float(n),
         "informative_fraction": float(live.mean()),
-        "kept_completions": float(drawn.sum()),
+        "kept_completions": float(trained.sum()),
         "kept_fraction": float(trained.mean()),
         "kept_token_fraction": _share(full.length[trained], full.length),
         "kept_informative_token_fraction": _share(full.length[drawn], full.length[live]),

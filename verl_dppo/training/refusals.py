@@ -4,6 +4,7 @@ A refusal stands for something that would train with a biased gradient, or would
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -12,6 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from packaging.specifiers import SpecifierSet
 
+from verl_dppo import plugin
 from verl_dppo.settings import DPPOSettings, RefusedSettingError, refuse
 
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
@@ -19,7 +21,7 @@ ROLLOUT_CORRECTION = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 REFERENCE = "actor_rollout_ref.ref"
-# Engines that run the actor, and how many devices one data-parallel rank of them spans.
+# Engines that run the actor, and the settings whose product is the devices that one data-parallel rank of them spans.
 MODEL_PARALLEL = {
     "fsdp": ("fsdp_config.ulysses_sequence_parallel_size",),
     "fsdp2": ("fsdp_config.ulysses_sequence_parallel_size",),
@@ -52,8 +54,12 @@ def settings_of(config: DictConfig) -> DPPOSettings:
     return DPPOSettings.from_mapping({str(name): value for name, value in plain.items()})
 
 
-def data_parallel_ranks(config: DictConfig) -> int:
-    """Return the number of data-parallel ranks of the actor that the configuration asks for.
+def data_parallel_ranks(config: DictConfig, role: str = ACTOR) -> int:
+    """Return the number of data-parallel ranks that the configuration asks for.
+
+    Args:
+        config: verl's composed configuration.
+        role: the node of the actor or of the reference policy.
 
     Raises:
         RefusedSettingError: an engine that DPPO was not tested on, or devices that its ranks do not divide.
@@ -63,32 +69,37 @@ def data_parallel_ranks(config: DictConfig) -> int:
         way_out = f"use one of {', '.join(MODEL_PARALLEL)}"
         raise refuse(f"{ACTOR}.strategy", strategy, "DPPO was not tested on this engine", way_out)
     devices = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
-    span = math.prod(int(_select(config, f"{ACTOR}.{name}", 1)) for name in MODEL_PARALLEL[strategy])
+    span = math.prod(int(_select(config, f"{role}.{name}", 1)) for name in MODEL_PARALLEL[strategy])
+    if strategy != "megatron" and int(_select(config, f"{role}.ulysses_sequence_parallel_size", 1)) > 1:
+        # verl's older name for it wins where both are set.
+        span = int(_select(config, f"{role}.ulysses_sequence_parallel_size"))
     if devices % span:
-        reason = f"one data-parallel rank spans {span} devices"
+        reason = f"one data-parallel rank of {role} spans {span} devices"
         raise refuse("trainer.n_gpus_per_node * trainer.nnodes", devices, reason, f"use a multiple of {span}")
     return devices // span
 
 
-def rows_multiple(config: DictConfig, ranks: int) -> int:
-    """Return what the rows of a mini-batch must be a multiple of: the ranks, times fixed micro-batch sizes."""
+def rows_multiple(config: DictConfig) -> int:
+    """Return what the rows of a mini-batch must be a multiple of: the ranks, times fixed micro-batch sizes.
+
+    Raises:
+        RefusedSettingError: a micro-batch size that is neither dynamic nor given, or from `data_parallel_ranks`.
+    """
     phases = [
-        (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
-        (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+        (ACTOR, f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+        (ACTOR, f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     ]
     if _select(config, f"{ACTOR}.use_kl_loss", False):
-        phases.append((f"{REFERENCE}.log_prob_use_dynamic_bsz", f"{REFERENCE}.log_prob_micro_batch_size_per_gpu"))
-    sizes = []
-    for dynamic, name in phases:
-        if _select(config, dynamic, False):
-            continue
-        size = _select(config, name)
+        sizes = (f"{REFERENCE}.log_prob_use_dynamic_bsz", f"{REFERENCE}.log_prob_micro_batch_size_per_gpu")
+        phases.append((REFERENCE, *sizes))
+    multiple = 1
+    for role, dynamic, name in phases:
+        size = 1 if _select(config, dynamic, False) else _select(config, name)
         if size is None:
-            raise refuse(
-                name, None, "without dynamic micro-batches its size must be known", f"set it, or {dynamic}=true"
-            )
-        sizes.append(int(size))
-    return ranks * math.lcm(*sizes)
+            reason = "without dynamic micro-batches its size must be known"
+            raise refuse(name, None, reason, f"set it, or {dynamic}=true")
+        multiple = math.lcm(multiple, data_parallel_ranks(config, role) * int(size))
+    return multiple
 
 
 def _switch(config: DictConfig, name: str, reason: str, way_out: str) -> Iterator[RefusedSettingError]:
@@ -107,6 +118,10 @@ def _of_the_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
         yield refuse(
             "trainer.v1.trainer_mode", mode, reason, "leave it at dppo, which is verl's sync trainer with hooks"
         )
+    updates = int(_select(config, "trainer.v1.sync.parameter_sync_step", 1))
+    if updates != 1:
+        reason = "a step would hold several batches, of which the metrics would describe the last"
+        yield refuse("trainer.v1.sync.parameter_sync_step", updates, reason, "leave it at 1")
     estimator = _select(config, "algorithm.adv_estimator")
     if estimator != "grpo":
         reason = "v1 scores the sessions of a prompt together under the name grpo only"
@@ -145,12 +160,10 @@ def _of_the_loss(config: DictConfig) -> Iterator[RefusedSettingError]:
         reason = f"{agg_mode} then divides by the longest response of whatever micro-batch is left"
         way_out = "set a constant, e.g. data.max_response_length"
         yield refuse(f"{ACTOR}.loss_scale_factor", None, reason, way_out)
-    for name, what in (
-        ("rollout_rs", "rejects survivors"),
-        ("rollout_is_batch_normalize", "normalises over survivors"),
-    ):
-        reason = f"it {what} of the pruning, on which the rest of the batch then depends"
-        yield from _switch(config, f"{ROLLOUT_CORRECTION}.{name}", reason, f"set {ROLLOUT_CORRECTION}.{name}=null")
+    for node in (ROLLOUT_CORRECTION, f"{ACTOR}.policy_loss.rollout_correction"):
+        for name, what in (("rollout_rs", "rejects"), ("rollout_is_batch_normalize", "normalises over")):
+            reason = f"it {what} survivors of the pruning, on which the rest of the batch then depends"
+            yield from _switch(config, f"{node}.{name}", reason, f"set {node}.{name}=null")
     yield from _switch(
         config,
         "distillation.enabled",
@@ -163,12 +176,20 @@ def _of_the_loss(config: DictConfig) -> Iterator[RefusedSettingError]:
         "the engine adds the multi-token-prediction loss outside the actor loss, without weights",
         "set actor_rollout_ref.model.mtp.enable_train=false",
     )
-    yield from _switch(
-        config,
-        f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff",
-        "the engine adds the load-balancing loss outside the actor loss, without weights",
-        "set it to 0",
-    )
+    yield from _of_megatron(config)
+
+
+def _of_megatron(config: DictConfig) -> Iterator[RefusedSettingError]:
+    transformer = f"{ACTOR}.megatron.override_transformer_config"
+    outside = "the engine adds this router loss outside the actor loss, without weights"
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        yield from _switch(config, f"{transformer}.{name}", outside, f"set {transformer}.{name}=0")
+    balancing = f"{transformer}.moe_router_load_balancing_type"
+    if _select(config, balancing, "none") != "none":
+        yield refuse(balancing, _select(config, balancing), outside, f"set {balancing}=none")
+    untested = "DPPO was not tested with it"
+    for name, off in (("dynamic_context_parallel", "false"), ("virtual_pipeline_model_parallel_size", "null")):
+        yield from _switch(config, f"{ACTOR}.megatron.{name}", untested, f"set {ACTOR}.megatron.{name}={off}")
 
 
 def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
@@ -189,8 +210,7 @@ def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
         f"set {ACTOR}.use_prefix_grouper=false",
     )
     try:
-        ranks = data_parallel_ranks(config)
-        multiple = rows_multiple(config, ranks)
+        ranks, multiple = data_parallel_ranks(config), rows_multiple(config)
     except RefusedSettingError as error:
         yield error
         return
@@ -220,11 +240,37 @@ def check_run(config: DictConfig) -> DPPOSettings:
     """
     settings = settings_of(config)
     check_verl_version(version("verl"))
+    check_plugin()
     if settings.prunes_completions:
         found = [*_of_the_trainer(config), *_of_the_loss(config), *_of_the_batch(config)]
         if found:
             raise RefusedSettingError("\n".join(map(str, found)))
     return settings
+
+
+def check_plugin() -> None:
+    """Refuse to run with a plugin that is only partly there.
+
+    Raises:
+        RefusedSettingError: a registration failed in this process.
+    """
+    for what, error in plugin.failures.items():
+        raise refuse("verl_dppo", what, f"it could not be registered: {error}", "see `verl-dppo check`")
+
+
+def check_entry_point(task_function: Any) -> None:
+    """Refuse verl's other entry points, whose trainers never look at `trainer.v1.trainer_mode`.
+
+    Raises:
+        RefusedSettingError: the job belongs to such a module of verl.
+    """
+    module = getattr(task_function, "__module__", "")
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if module == "__main__" and spec is not None:
+        module = spec.name
+    if module.startswith("verl.") and module != "verl.trainer.main_ppo":
+        reason = "its own trainer would train plain GRPO without a word"
+        raise refuse("entry point", module, reason, "use python -m verl.trainer.main_ppo")
 
 
 class RefuseBeforeStart(Callback):
@@ -233,9 +279,10 @@ class RefuseBeforeStart(Callback):
     Hydra turns an exception of a callback into a warning; SystemExit ends the run.
     """
 
-    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+    def on_job_start(self, config: DictConfig, *, task_function: Any = None, **_: Any) -> None:
         """Check one job, in a single run or a multirun."""
         try:
-            check_run(config)
+            if check_run(config).prunes_completions:
+                check_entry_point(task_function)
         except RefusedSettingError as error:
             raise SystemExit(f"algorithm=dppo will not start this run:\n{error}") from error

@@ -156,7 +156,7 @@ class DPPOTrainer(PPOTrainerSync):
             order=np.lexsort((full.length, np.sign(full.advantage), full.group)),
             length=full.length,
             mini_batches=mini_batches,
-            multiple=rows_multiple(self.config, self._data_parallel_size()),
+            multiple=rows_multiple(self.config),
             floor=settings.lowest_pi,
             design=settings.design,
             rng=draw,

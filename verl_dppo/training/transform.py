@@ -67,12 +67,20 @@ def in_submission_order(batch: KVBatchMeta, position: Mapping[str, int]) -> KVBa
 
 def row_sums(values: Any) -> NDArray[np.float64]:
     """Return (n,) sums of the rows of a jagged tensor."""
-    flat, offsets = values.values().to(torch.float64), values.offsets()
-    total = torch.cat([flat.new_zeros(1), flat.cumsum(0)])
-    return (total[offsets[1:]] - total[offsets[:-1]]).numpy()
+    lengths = values.offsets().diff()
+    row = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    return torch.zeros(lengths.numel(), dtype=torch.float64).index_add_(0, row, values.values().double()).numpy()
 
 
-def has_advantage(reward: NDArray[np.float64], group: NDArray[np.int64], session: Sequence[str]) -> NDArray[np.bool_]:
+def usual_where_not_finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Replace values that are not finite by the median of the others: a log-prob of NaN must not end a run."""
+    finite = np.isfinite(values)
+    return np.where(finite, values, np.median(values[finite]) if finite.any() else 1.0)
+
+
+def has_advantage(
+    reward: NDArray[np.float64], advantage: NDArray[np.float64], group: NDArray[np.int64], session: Sequence[str]
+) -> NDArray[np.bool_]:
     """Return for each row whether its advantage is one, and not a rounded zero.
 
     Rewards that are equal in a group leave no advantage, although in float32 it may come out as .05. Of a group that
@@ -80,6 +88,7 @@ def has_advantage(reward: NDArray[np.float64], group: NDArray[np.int64], session
 
     Args:
         reward: (n,) of each row.
+        advantage: (n,) as verl computed it, which only decides for sessions that are alone.
         group: (n,) its prompt, numbered from 0.
         session: (n,) its session; several rows may belong to one.
     """
@@ -88,7 +97,7 @@ def has_advantage(reward: NDArray[np.float64], group: NDArray[np.int64], session
     np.minimum.at(lowest, group, reward)
     group_of_session = dict(zip(session, group, strict=True))
     sessions = np.bincount(list(group_of_session.values()), minlength=group.max() + 1)
-    return np.where(sessions[group] > 1, (highest > lowest)[group], reward != 0)
+    return np.where(sessions[group] > 1, (highest > lowest)[group], advantage != 0)
 
 
 def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
@@ -108,11 +117,11 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
     surprise = negative_log_prob = None
     if "rollout_log_probs" in data:
         log_prob = data["rollout_log_probs"]
-        counted = mask.values().to(torch.float64)
-        flat = log_prob.values().to(torch.float64)
+        counted = mask.values().bool()
+        flat = torch.where(counted, log_prob.values().to(torch.float64), 0.0)
         per_token = torch.nested.nested_tensor_from_jagged((1 - flat.exp()) ** 2 * counted, log_prob.offsets())
-        surprise = row_sums(per_token)
-        negative_log_prob = float(-(flat * counted).sum() / max(float(counted.sum()), 1.0))
+        surprise = usual_where_not_finite(row_sums(per_token))
+        negative_log_prob = float(-flat.sum() / max(float(counted.sum()), 1.0))
     full = _with_advantage(data.select("response_mask", "rm_scores"), uid, batch, config)
     first = full.batch["response_mask"].argmax(1)
     advantage = full.batch["advantages"][torch.arange(len(full)), first].double().numpy()
@@ -124,7 +133,7 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
         length=length,
         prompt_length=np.array([tag["prompt_len"] for tag in batch.tags], dtype=np.int64),
         sequence_length=np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64),
-        has_advantage=has_advantage(reward, group, [key.rsplit("_", 1)[0] for key in batch.keys]),
+        has_advantage=has_advantage(reward, advantage, group, [key.rsplit("_", 1)[0] for key in batch.keys]),
         sum_sq_one_minus_p=surprise,
         mean_negative_log_prob=negative_log_prob,
         verl_metrics=compute_data_metrics(full, use_critic=False),

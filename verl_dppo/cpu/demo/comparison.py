@@ -15,8 +15,8 @@ from verl_dppo.cpu.demo import MODEL_FOLDER
 
 Report = Callable[[str], None]
 
-PHASES = ("gen", "dppo_prune", "old_log_prob", "adv", "update_actor", "update_weights")
-UPDATE_PHASES = ("old_log_prob", "update_actor")
+PHASES = ("gen", "dppo_prune", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
+UPDATE_PHASES = ("old_log_prob", "ref", "update_actor")
 PASS_RATE = "val-core/reasoning_gym/chain_sum/acc/"
 ALGORITHMS = {"GRPO": ("algorithm.adv_estimator=grpo",), "DPPO": ("algorithm=dppo",)}
 
@@ -173,7 +173,10 @@ def table(grpo: Sequence[Training], dppo: Sequence[Training]) -> str:
     def add(label: str, value: Callable[[Training], float], ratio: bool) -> None:
         rows.append((label, [value(run) for run in grpo], [value(run) for run in dppo], ratio))
 
+    logged = {name for run in (*grpo, *dppo) for step in run.steps for name in step}
     for phase in PHASES:
+        if f"timing_s/{phase}" not in logged:
+            continue
         add(f"seconds per step: {phase}", lambda run, phase=phase: run.seconds(phase), phase != "dppo_prune")  # type: ignore[misc]
     add("seconds per step: log-probs + update", lambda run: run.update_seconds, True)
     add("seconds per step: all", lambda run: run.seconds("step"), True)
