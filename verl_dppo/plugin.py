@@ -1,8 +1,8 @@
 """The `verl.plugins` entry point: verl imports this module in every process that imports verl.
 
 It must stay light, and a fault in it must not stop runs that never asked for DPPO. verl swallows what a plugin
-raises, so faults are kept in `failures`, which `verl-dppo check` prints; a run with `algorithm=dppo` then dies at
-verl's own "Unknown trainer 'dppo'" instead of training something else.
+raises, so faults are kept in `failures`, which `verl-dppo check` prints and which no DPPO run starts with; where the
+trainer itself is missing, verl's own "Unknown trainer 'dppo'" stops it.
 """
 
 import logging

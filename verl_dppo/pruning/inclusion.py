@@ -131,7 +131,7 @@ def neyman_inclusion(magnitude: ArrayLike, cost: ArrayLike, keep: float, floor: 
         cost: (n,) cost of keeping it, e.g. response tokens.
         keep: in (0, 1], the share of the cost of all completions with magnitude > 0 that is spent in expectation.
         floor: smallest pi of a completion with magnitude > 0, in (0, keep]; None means keep / 4, which bounds the
-            weight by 4 / keep and costs at most some 3 % of variance.
+            weight by 4 / keep.
 
     Returns:
         (n,) float64 with sum(pi * cost) = keep * sum(cost where magnitude > 0).

@@ -59,7 +59,7 @@ def _share(part: NDArray, whole: NDArray) -> float:
 def variance_inflation(pi: NDArray[np.float64], magnitude: NDArray[np.float64]) -> float:
     """Estimate rho, the variance added by the draw over that of the rollouts: sum (1/pi - 1) m^2 / sum m^2.
 
-    Independent draws are assumed, which the pivotal design stays below.
+    The formula is that of independent draws.
     """
     live = pi > 0
     square = magnitude[live] ** 2
