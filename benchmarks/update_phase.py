@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from verl_dppo.cpu.demo.comparison import table, train
 from verl_dppo.cpu.demo.task import problems, to_row
 
-LONG = {"min_terms": 4, "max_terms": 6, "min_digits": 2, "max_digits": 2}
+LONG = {"min_terms": 5, "max_terms": 6, "min_digits": 1, "max_digits": 2}
 
 
 def write_long_problems(folder: Path, rows: int) -> dict[str, Path]:

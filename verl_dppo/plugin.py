@@ -16,9 +16,6 @@ from verl_dppo.post_import import when_imported
 failures: dict[str, Exception] = {}
 """What could not be registered in this process, and why."""
 
-registering = True
-"""Whether this module is still being imported; verl may be half imported then."""
-
 
 def _attempt(what: str, action: Callable[[], object]) -> None:
     """Run one registration; remember and log a failure instead of raising it into verl's import."""
@@ -47,4 +44,3 @@ _attempt("CPU mode", _enable_cpu_mode)
 _attempt("algorithm=dppo", lambda: import_module("verl_dppo.training.hydra_source").register())
 _import_when("verl.trainer.ppo.core_algos", "verl_dppo.training.advantage", "advantage estimator dppo")
 _import_when("verl.trainer.ppo.v1", "verl_dppo.training.trainer", "trainer dppo")
-registering = False

@@ -108,8 +108,10 @@ def test_saved_time_by_hand():
     assert saved["dppo/noise_equivalent_speedup"] == pytest.approx(13 / (7 * 1.1 + 3))
 
 
-@pytest.mark.parametrize("module", ["transform", "metrics", "loss", "advantage", "refusals", "hydra_source"])
-def test_any_module_may_be_what_imports_verl_in_the_first_place(module):
-    code = f"import verl_dppo.training.{module}; from verl_dppo import plugin; print(plugin.failures)"
+@pytest.mark.parametrize("first", ["", "import verl; "])
+@pytest.mark.parametrize("module", ["transform", "metrics", "loss", "advantage", "refusals", "trainer"])
+def test_any_module_may_be_what_imports_verls_trainers(module, first):
+    end = "from verl.trainer.ppo.v1 import get_trainer_cls; get_trainer_cls('dppo'); print(plugin.failures)"
+    code = f"{first}import verl_dppo.training.{module}; from verl_dppo import plugin; {end}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "{}", result.stderr

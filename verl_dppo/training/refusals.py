@@ -13,7 +13,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from packaging.specifiers import SpecifierSet
 
-from verl_dppo import plugin
 from verl_dppo.settings import DPPOSettings, RefusedSettingError, refuse
 
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
@@ -254,7 +253,8 @@ def check_plugin() -> None:
     Raises:
         RefusedSettingError: a registration failed in this process.
     """
-    for what, error in plugin.failures.items():
+    plugin = sys.modules.get("verl_dppo.plugin")  # not imported here: that would register what verl was told not to
+    for what, error in getattr(plugin, "failures", {}).items():
         raise refuse("verl_dppo", what, f"it could not be registered: {error}", "see `verl-dppo check`")
 
 

@@ -16,7 +16,6 @@ from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.metric_utils import compute_data_metrics
-from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 from verl_dppo.pruning import CompletionPlan
@@ -142,6 +141,9 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
 
 def _with_advantage(data: TensorDict, uid: NDArray, batch: KVBatchMeta, config: DictConfig) -> DataProto:
     """Return the padded batch with verl's GRPO advantage, and what verl's data metrics read besides."""
+    # Here and not above: importing verl's v1 trainers imports ours, which imports this module.
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
     proto = DataProto(batch=data.to_padded_tensor())
     proto.non_tensor_batch["uid"] = uid
     proto.batch["token_level_scores"] = proto.batch["token_level_rewards"] = proto.batch["rm_scores"]
