@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 from verl_dppo.cpu.demo.comparison import table, train
 from verl_dppo.cpu.demo.task import problems, to_row
 
-LONG = {"min_terms": 5, "max_terms": 6, "min_digits": 1, "max_digits": 2}
+LONG = {"min_terms": 4, "max_terms": 6, "min_digits": 2, "max_digits": 2}
 
 
 def write_long_problems(folder: Path, rows: int) -> dict[str, Path]:
-    """Write parquet files of problems whose answers take 100 tokens and more on average."""
+    """Write parquet files of problems whose answers take some 100 tokens on average."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for split in ("train", "validation"):
