@@ -289,7 +289,7 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """Send the full weights. Every rank consumes them all: gathering each is a collective operation."""
         if wire_format != "named_tensors" or peft_config is not None:
-            raise NotImplementedError(
+            raise ValueError(
                 "rollout.name=hf_cpu takes full weights only: use rollout.checkpoint_engine.backend=naive, "
                 "and for LoRA actor_rollout_ref.model.lora.merge=True"
             )
