@@ -87,7 +87,7 @@ def update(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, entries: 
 
 
 def scores(model: PreTrainedModel, completions: Sequence[Completion]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the score functions (n, parameters) in float32, computed in float64, and the probabilities of the tokens."""
+    """Return the score functions (n, parameters), rounded to float32, and the probabilities of the tokens."""
     parameters = list(model.parameters())
     gradients = np.empty((len(completions), sum(p.numel() for p in parameters)), dtype=np.float32)
     probabilities: list[np.ndarray] = []
@@ -145,9 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--completions", type=int, default=16)
-    parser.add_argument(
-        "--updates", type=int, default=8, help="optimizer steps from the shipped policy to the measured one"
-    )
+    parser.add_argument("--updates", type=int, default=8, help="steps from the shipped to the measured policy")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
