@@ -20,6 +20,10 @@ ROLLOUT_CORRECTION = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 REFERENCE = "actor_rollout_ref.ref"
+# Advantage estimators that are exact under pruning (tests/training/test_algorithms.py). Each gives a completion one
+# number, from rewards and lengths of the full batch; that number is 0 where the group's rewards are equal; and verl can
+# compute it on what is left of a group too, which it does before the trainer puts the full group's numbers back.
+EXACT_ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
 # Engines that run the actor, and the settings whose product is the devices that one data-parallel rank of them spans.
 MODEL_PARALLEL = {
     "fsdp": ("fsdp_config.ulysses_sequence_parallel_size",),
@@ -122,20 +126,17 @@ def _of_the_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
         reason = "a step would hold several batches, of which the metrics would describe the last"
         yield refuse("trainer.v1.sync.parameter_sync_step", updates, reason, "leave it at 1")
     estimator = _select(config, "algorithm.adv_estimator")
-    if estimator != "grpo":
-        reason = "v1 scores the sessions of a prompt together under the name grpo only"
-        yield refuse("algorithm.adv_estimator", estimator, reason, "leave it at grpo")
+    if estimator not in EXACT_ESTIMATORS:
+        reason = (
+            "pruning is exact where a completion has one advantage, which is 0 where its group's rewards are equal and "
+            "which verl can compute on what is left of a group"
+        )
+        yield refuse("algorithm.adv_estimator", estimator, reason, f"use one of {', '.join(EXACT_ESTIMATORS)}")
     yield from _switch(config, "critic.enable", "DPPO prunes what a critic would train on", "set critic.enable=false")
     n = int(_select(config, f"{ROLLOUT}.n", 1))
     if n < 2:
         reason = "the advantage of a group of one is not defined"
         yield refuse(f"{ROLLOUT}.n", n, reason, "sample at least 2 completions for each prompt")
-    yield from _switch(
-        config,
-        "algorithm.filter_groups.enable",
-        "dynamic sampling under DPPO is not tested yet",
-        "set algorithm.filter_groups.enable=false; DPPO drops constant groups itself, without more rollouts",
-    )
 
 
 def _of_the_loss(config: DictConfig) -> Iterator[RefusedSettingError]:

@@ -19,6 +19,7 @@ from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 from verl_dppo.pruning import CompletionPlan
+from verl_dppo.settings import refuse
 
 PADDING_TOKENS = 2  # one of prompt, one of response: the least that verl's engines take
 
@@ -105,7 +106,16 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
     Args:
         batch: all rows of the step, without padding.
         config: verl's composed configuration.
+
+    Raises:
+        RefusedSettingError: a session with several outputs, under an estimator that would take each for a completion.
     """
+    session = [key.rsplit("_", 1)[0] for key in batch.keys]
+    estimator = config.algorithm.adv_estimator
+    if estimator != "grpo" and len(set(session)) < len(session):
+        reason = "a session of this batch has several outputs, which verl scores as one completion for grpo only"
+        way_out = "use grpo, or an agent loop with one output for each session"
+        raise refuse("algorithm.adv_estimator", estimator, reason, way_out)
     fields = ["uid", "response_mask", "rm_scores"]
     if config.actor_rollout_ref.rollout.calculate_log_probs:
         fields.append("rollout_log_probs")
@@ -113,6 +123,8 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
     uid = np.array(data.pop("uid").tolist(), dtype=object)
     mask = data["response_mask"]
     length, reward = row_sums(mask), row_sums(data["rm_scores"])
+    # In bfloat16 the mean of a half-right group is off by .2 %: its two advantages would no longer be of one size.
+    data["rm_scores"] = data["rm_scores"].to(torch.promote_types(data["rm_scores"].dtype, torch.float32))
     surprise = negative_log_prob = None
     if "rollout_log_probs" in data:
         log_prob = data["rollout_log_probs"]
@@ -132,7 +144,7 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
         length=length,
         prompt_length=np.array([tag["prompt_len"] for tag in batch.tags], dtype=np.int64),
         sequence_length=np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64),
-        has_advantage=has_advantage(reward, advantage, group, [key.rsplit("_", 1)[0] for key in batch.keys]),
+        has_advantage=has_advantage(reward, advantage, group, session),
         sum_sq_one_minus_p=surprise,
         mean_negative_log_prob=negative_log_prob,
         verl_metrics=compute_data_metrics(full, use_critic=False),
@@ -140,7 +152,7 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
 
 
 def _with_advantage(data: TensorDict, uid: NDArray, batch: KVBatchMeta, config: DictConfig) -> DataProto:
-    """Return the padded batch with verl's GRPO advantage, and what verl's data metrics read besides."""
+    """Return the padded batch with verl's own advantage, and what verl's data metrics read besides."""
     # Here and not above: importing verl's v1 trainers imports ours, which imports this module.
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
