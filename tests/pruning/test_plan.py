@@ -19,7 +19,17 @@ def make_plan(seed, n=64, mini_batches=2, multiple=4, keep=0.5, informative_shar
     order = np.lexsort((length, group))
     slope = magnitude / np.sqrt(length)
     plan = plan_completions(
-        slope, target, mini_batch, order, length, mini_batches, multiple, keep / 4, design, np.random.default_rng(seed)
+        slope,
+        target,
+        mini_batch,
+        order,
+        length,
+        magnitude,
+        mini_batches,
+        multiple,
+        keep / 4,
+        design,
+        np.random.default_rng(seed),
     )
     return plan, magnitude, length
 
@@ -128,6 +138,7 @@ def test_the_weighted_sum_of_a_mini_batch_has_the_full_sum_as_expectation():
                     mini_batch,
                     order,
                     length,
+                    value,
                     2,
                     3,
                     0.125,
@@ -153,7 +164,7 @@ def test_the_expected_weight_of_every_completion_is_one_in_every_mini_batch_exac
         target[mini_batch == k] = neyman_inclusion(magnitude[mini_batch == k], length[mini_batch == k], 0.5)
 
     def plan(generator):
-        return plan_completions(slope, target, mini_batch, order, length, 2, 1, 0.125, "pivotal", generator)
+        return plan_completions(slope, target, mini_batch, order, length, magnitude, 2, 1, 0.125, "pivotal", generator)
 
     pi = plan(np.random.default_rng(0)).pi
     trees = [list(pivotal_tree(pi[order[(mini_batch[order] == k) & (slope[order] > 0)]])) for k in range(2)]
@@ -172,7 +183,7 @@ def test_independent_draws_that_keep_nothing_leave_one_inert_row():
     """Padding copies a row, so that there must be one; it weighs nothing."""
     n = 4
     plan = plan_completions(
-        np.ones(n), np.full(n, 1e-9), np.zeros(n, int), np.arange(n), np.array([9.0, 3.0, 7.0, 5.0]), 1, 2, 1e-9,
+        np.ones(n), np.full(n, 1e-9), np.zeros(n, int), np.arange(n), np.array([9.0, 3.0, 7.0, 5.0]), np.ones(n), 1, 2, 1e-9,
         "poisson", np.random.default_rng(0),
     )  # fmt: skip
     assert 1 in plan.kept.tolist()

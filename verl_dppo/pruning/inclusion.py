@@ -7,11 +7,12 @@ its weight is 1/pi (Horvitz and Thompson 1952): a poor score costs variance, nev
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from verl_dppo.pruning.norm_model import NormModel
+
 Array = NDArray[np.float64]
 
 PER_TOKEN_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PER_SEQUENCE_MODES = ("seq-mean-token-mean",)
-SURPRISE_EXPONENT = 1.25
 
 
 def _vector(name: str, values: ArrayLike, size: int | None = None) -> Array:
@@ -29,12 +30,15 @@ def score_magnitude(
     length: ArrayLike,
     sum_sq_one_minus_p: ArrayLike | None = None,
     loss_agg_mode: str = "token-mean",
+    norm_model: NormModel | None = None,
+    prompt_length: ArrayLike | None = None,
 ) -> Array:
     """Estimate the gradient norm of each completion up to a common factor: |A| * c * u^1.25.
 
     The token scores of an on-policy completion are martingale differences whose norm is close to 1 - p_t, so
     u = sqrt(sum_t (1 - p_t)^2) over its response tokens predicts the norm of its score function. c is the factor by
     which the aggregation mode scales the completion's tokens: 1, or 1/length where the loss averages over them.
+    `token_factor` gives it.
 
     Args:
         advantage: (n,) advantage of each completion, from the statistics of its full group.
@@ -42,6 +46,8 @@ def score_magnitude(
         sum_sq_one_minus_p: (n,) sum over response tokens of (1 - p_t)^2 under the rollout policy, or None where the
             rollout reported no log-probabilities; then |A| * c is returned.
         loss_agg_mode: one of verl's `actor.loss_agg_mode`.
+        norm_model: how the norm follows from u and the lengths; None means u^1.25.
+        prompt_length: (n,) prompt tokens, for a norm model that uses them; None means that all are the same.
 
     Returns:
         (n,) float64, 0 where the advantage is 0 or the response is empty.
@@ -51,20 +57,31 @@ def score_magnitude(
     """
     tokens = _vector("length", length)
     size = np.abs(np.asarray(advantage, dtype=np.float64))
-    magnitude = _vector("abs(advantage)", size, tokens.size)
-    if loss_agg_mode in PER_SEQUENCE_MODES:
-        magnitude = magnitude / np.maximum(tokens, 1.0)
-    elif loss_agg_mode not in PER_TOKEN_MODES:
-        raise ValueError(
-            f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {(*PER_TOKEN_MODES, *PER_SEQUENCE_MODES)}"
-        )
+    magnitude = _vector("abs(advantage)", size, tokens.size) * token_factor(tokens, loss_agg_mode)
     if sum_sq_one_minus_p is not None:
         surprise = _vector("sum_sq_one_minus_p", sum_sq_one_minus_p, tokens.size)
         # A response that was certain at every token still gets a probability: zero surprise is a rounding, not a proof.
         smallest = np.min(surprise[surprise > 0], initial=np.inf)
         surprise = np.maximum(surprise, smallest if np.isfinite(smallest) else 1.0)
-        magnitude = magnitude * surprise ** (SURPRISE_EXPONENT / 2)
+        model = NormModel() if norm_model is None else norm_model
+        prompt = np.ones_like(tokens) if prompt_length is None else _vector("prompt_length", prompt_length, tokens.size)
+        magnitude = magnitude * model.norm(surprise, np.maximum(tokens, 1.0), np.maximum(prompt, 1.0))
     return np.where(tokens > 0, magnitude, 0.0)
+
+
+def token_factor(length: Array, loss_agg_mode: str) -> Array:
+    """Return (n,) c, by which the aggregation mode scales each token of a completion, up to a common constant.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    if loss_agg_mode in PER_SEQUENCE_MODES:
+        return 1.0 / np.maximum(length, 1.0)
+    if loss_agg_mode not in PER_TOKEN_MODES:
+        raise ValueError(
+            f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {(*PER_TOKEN_MODES, *PER_SEQUENCE_MODES)}"
+        )
+    return np.ones_like(length)
 
 
 def threshold_inclusion(score: ArrayLike, group: ArrayLike, rate: float, rtol: float = 1e-4) -> Array:

@@ -82,6 +82,7 @@ def plan_completions(
     mini_batch: Index,
     order: Index,
     length: Array,
+    advantage: Array,
     mini_batches: int,
     multiple: int,
     floor: float,
@@ -96,11 +97,13 @@ def plan_completions(
         mini_batch: (n,) from `deal_mini_batches`, fixed before the draw.
         order: (n,) permutation that puts alike completions side by side, for the pivotal draw.
         length: (n,) response tokens; fillers are the shortest.
+        advantage: (n,) advantage of each completion, which `cube` balances.
         mini_batches: their number.
         multiple: the row count of a mini-batch is a multiple of this (data-parallel ranks, times the micro-batch size
             where that is fixed).
         floor: smallest pi of a completion with a gradient.
-        design: `pivotal` keeps exactly that many rows; `poisson` keeps a random number, filled up to the largest.
+        design: `pivotal` and `cube` keep exactly that many rows, `cube` nearly the same number of tokens and the same
+            weighted sum of advantages besides; `poisson` keeps a random number, filled up to the largest.
         rng: decides the draw.
 
     Returns:
@@ -115,7 +118,8 @@ def plan_completions(
     pi, drawn = np.zeros_like(slope), []
     for m in live:
         pi[m] = target_pi[m] if design == "poisson" else fixed_size_inclusion(slope[m], min(rows, m.size), floor)
-        drawn.append(m[draw(pi[m], rng, design)])
+        balance = np.column_stack([pi[m] * length[m], advantage[m]]) if design == "cube" else None
+        drawn.append(m[draw(pi[m], rng, design, balance=balance)])
     if design == "poisson":
         rows = max(1, -(-max(d.size for d in drawn) // multiple)) * multiple
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_dppo.pruning import CompletionPlan
+from verl_dppo.pruning import CompletionPlan, variance_inflation
 from verl_dppo.training.transform import FullBatch
 
 # Over trained-on rows only, and not to be had for the rest, whose log-probs were never computed.
@@ -56,32 +56,28 @@ def _share(part: NDArray, whole: NDArray) -> float:
     return float(part.sum()) / total if total else 1.0
 
 
-def variance_inflation(pi: NDArray[np.float64], magnitude: NDArray[np.float64]) -> float:
-    """Estimate rho, the variance added by the draw over that of the rollouts: sum (1/pi - 1) m^2 / sum m^2.
+def update_seconds(timing: Mapping[str, float]) -> float:
+    """Return the seconds of the phases that pruning shortens, from those of each phase as verl names them.
 
-    The formula is that of independent draws.
+    A probe runs inside verl's timer of the update, and is none of it.
     """
-    live = pi > 0
-    square = magnitude[live] ** 2
-    return float(((1 / pi[live] - 1) * square).sum() / square.sum()) if live.any() else 0.0
+    return sum(timing.get(phase, 0.0) for phase in SHORTENED_PHASES) - timing.get("dppo_probe", 0.0)
 
 
-def saved_time(timing: Mapping[str, float], trained_share: float, rho: float) -> dict[str, float]:
-    """Estimate what pruning saved in this step, in plain time and with the added noise paid for.
+def saved_time(timing: Mapping[str, float], saved: float, rho: float) -> dict[str, float]:
+    """Tell what pruning saved in this step, in plain time and with the added noise paid for.
 
     Args:
         timing: seconds of each phase of this step, as verl names them.
-        trained_share: tokens that were processed over those of the full batch; the shortened phases are taken to be
-            proportional to it.
+        saved: seconds that the full batch would have cost more, as estimated.
         rho: the variance inflation.
 
     Returns:
         `seconds_saved`; `time_ratio`, full step over this one; `noise_equivalent_speedup`, the same when the noise is
         averaged away by more prompts: 1 / ((s + t keep)(1 + rho) + f0) with the shares of rollout, update and the rest.
     """
-    update = sum(timing.get(phase, 0.0) for phase in SHORTENED_PHASES)
+    update = update_seconds(timing)
     step, rollout = timing["step"], timing.get("gen", 0.0)
-    saved = update * (1 / trained_share - 1) if trained_share > 0 else 0.0
     rest = max(step - rollout - update, 0.0)
     return {
         "dppo/seconds_saved": saved,

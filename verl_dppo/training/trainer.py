@@ -1,5 +1,7 @@
 """The DPPO trainer: verl's synchronous v1 trainer, with completions pruned between reward and update. Hooks only."""
 
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import transfer_queue as tq
 from numpy.typing import NDArray
@@ -15,22 +18,31 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_throughout_metrics, compute_timing_metrics
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
+from verl.workers.utils.losses import ppo_loss
 
 from verl_dppo.pruning import (
     CompletionPlan,
+    KeepController,
+    NormRecord,
     deal_mini_batches,
+    inflation_curve,
     neyman_inclusion,
     plan_completions,
     score_magnitude,
     threshold_inclusion,
+    token_factor,
 )
+from verl_dppo.settings import AUTO
 from verl_dppo.training.loss import BATCH_NUM_TOKENS, WEIGHT, dppo_loss
-from verl_dppo.training.metrics import plan_metrics, rename_metrics_of_kept_rows, saved_time
+from verl_dppo.training.metrics import plan_metrics, rename_metrics_of_kept_rows, saved_time, update_seconds
+from verl_dppo.training.probe import MEASURED, NORM, ProbingWorker
 from verl_dppo.training.refusals import check_run, rows_multiple
+from verl_dppo.training.state import read_state, write_state
 from verl_dppo.training.transform import (
     FullBatch,
     in_submission_order,
@@ -43,6 +55,10 @@ from verl_dppo.training.transform import (
 # Where KL or entropy terms are on, every completion has a gradient, of a size that |A| does not tell: none is taken for
 # smaller than this share of the mean magnitude.
 SMALLEST_RELATIVE_MAGNITUDE = 0.05
+# Completions whose gradient norm is measured in a step with a probe, each in a micro-batch of its own.
+PROBED_COMPLETIONS = 8
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,8 @@ class _Step:
 
     full: FullBatch
     plan: CompletionPlan
+    magnitude: NDArray[np.float64]
+    keep: float
     row_of_key: dict[str, int]
     dropped: KVBatchMeta
     metrics: dict[str, float]
@@ -77,19 +95,61 @@ class DPPOTrainer(PPOTrainerSync):
             config.trainer.v1.trainer_mode = "sync"
         self._submitted: dict[str, int] = {}
         self._step: _Step | None = None
+        self._weighted = False
+        self._budget = KeepController()
+        self._norms = NormRecord()
         super().__init__(config)
 
-    def on_init_end(self) -> None:
-        """Install the weighted loss on every worker once the models are there."""
-        super().on_init_end()
-        if self.dppo.prunes_completions:
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if self.dppo.prunes_completions and self.dppo.completion.probe_every:
+            for role in (Role.ActorRollout, Role.ActorRolloutRef):
+                if role in self.role_worker_mapping:
+                    self.role_worker_mapping[role] = ray.remote(ProbingWorker)
+
+    def _use_weighted_loss(self, weighted: bool) -> None:
+        """Give the workers the weighted loss, or verl's own, where they do not have it yet."""
+        if weighted != self._weighted:
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-            self.actor_rollout_wg.set_loss_fn(partial(dppo_loss, config=actor))
+            self.actor_rollout_wg.set_loss_fn(partial(dppo_loss if weighted else ppo_loss, config=actor))
+            self._weighted = weighted
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        """Add what the next step depends on to verl's checkpoint, before verl marks it as complete."""
+        if self.dppo.prunes_completions:
+            folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+            write_state(folder, {"budget": self._budget.state_dict(), "norms": self._norms.state_dict()})
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if not self.dppo.prunes_completions or not self.global_steps:
+            return
+        folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = self.config.trainer.resume_from_path
+        state = read_state(folder)
+        if state is None:
+            logger.warning("%s holds no state of DPPO: its budget and norm model start afresh", folder)
+            return
+        self._budget.load_state_dict(state["budget"])
+        self._norms.load_state_dict(state["norms"])
+
+    # ---- submission -------------------------------------------------------------------------------------------------
 
     def prepare_step(self) -> dict:
         """Forget the prompts of the step before, then submit new ones."""
         self._submitted.clear()
         return super().prepare_step()
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        """Run verl's step, then learn for the next ones what it cost."""
+        batch = super().step(metrics, timing_raw)
+        if self._step is not None:
+            self._learn(self._step, timing_raw)
+        return batch
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)
@@ -101,7 +161,9 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> KVBatchMeta:
         self._step = None
-        if not self.dppo.prunes_completions:
+        pruned = self.dppo.prunes_completions and not self.dppo.anneals(self.global_steps, self.total_training_steps)
+        self._use_weighted_loss(pruned)
+        if not pruned:
             return super()._balance_batch(batch, metrics, *args, **kwargs)
         with marked_timer("dppo_prune", self.timing_raw):
             return self._prune(batch, metrics)
@@ -110,7 +172,8 @@ class DPPOTrainer(PPOTrainerSync):
         batch = in_submission_order(batch, self._submitted)
         full = read_full_batch(batch, self.config)
         magnitude = self._magnitude(full)
-        plan = self._plan(full, magnitude)
+        keep = self._budget.keep if self.dppo.completion.keep == AUTO else float(self.dppo.completion.keep)
+        plan = self._plan(full, magnitude, keep)
         kept, balance = prune(batch, plan, self._data_parallel_size(), self.tokenizer.eos_token_id)
         trained = np.zeros(len(batch), dtype=bool)
         trained[plan.kept] = True
@@ -119,21 +182,30 @@ class DPPOTrainer(PPOTrainerSync):
             _clear(dropped)
         figures = plan_metrics(full, plan, magnitude)
         row_of_key = {key: row for row, key in enumerate(batch.keys)}
-        self._step = _Step(full, plan, row_of_key, dropped, figures)
+        self._step = _Step(full, plan, magnitude, keep, row_of_key, dropped, figures)
         metrics.update(figures | balance)
+        if self.dppo.completion.rule == "neyman":
+            metrics["dppo/keep"] = keep
         return kept
 
     def _magnitude(self, full: FullBatch) -> NDArray[np.float64]:
         """Return (n,) estimated gradient norms, 0 exactly for completions without a gradient."""
         actor = self.config.actor_rollout_ref.actor
-        magnitude = score_magnitude(full.advantage, full.length, full.sum_sq_one_minus_p, actor.loss_agg_mode)
+        magnitude = score_magnitude(
+            full.advantage,
+            full.length,
+            full.sum_sq_one_minus_p,
+            actor.loss_agg_mode,
+            self._norms.model(),
+            full.prompt_length,
+        )
         magnitude = np.where(full.has_advantage, magnitude, 0.0)
         if not (actor.use_kl_loss or actor.entropy_coeff):
             return magnitude
         least = SMALLEST_RELATIVE_MAGNITUDE * magnitude.mean() if magnitude.any() else 1.0
         return np.where(full.length > 0, np.maximum(magnitude, least), 0.0)
 
-    def _plan(self, full: FullBatch, magnitude: NDArray[np.float64]) -> CompletionPlan:
+    def _plan(self, full: FullBatch, magnitude: NDArray[np.float64], keep: float) -> CompletionPlan:
         rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
         settings = self.dppo.completion
         n, informative = full.length.size, magnitude > 0
@@ -148,16 +220,17 @@ class DPPOTrainer(PPOTrainerSync):
             target = np.zeros(n)
             for k in range(mini_batches):
                 mine = mini_batch == k
-                target[mine] = neyman_inclusion(magnitude[mine], full.length[mine], settings.keep, settings.floor)
+                target[mine] = neyman_inclusion(magnitude[mine], full.length[mine], keep, settings.floor)
         return plan_completions(
             slope,
             target,
             mini_batch,
             order=np.lexsort((full.length, np.sign(full.advantage), full.group)),
             length=full.length,
+            advantage=full.advantage,
             mini_batches=mini_batches,
             multiple=rows_multiple(self.config),
-            floor=settings.lowest_pi,
+            floor=settings.lowest_pi(keep),
             design=settings.design,
             rng=draw,
         )
@@ -211,8 +284,60 @@ class DPPOTrainer(PPOTrainerSync):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self._step is None:
             return super()._update_actor(batch, metrics)
+        every = self.dppo.completion.probe_every
+        if every and self.global_steps % every == 0:
+            with marked_timer("dppo_probe", self.timing_raw):
+                metrics.update(self._probe(batch))
         with _mini_batches_of(self.actor_rollout_wg, self._step.plan.rows_per_mini_batch):
             return super()._update_actor(batch, metrics)
+
+    def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
+        """Measure the gradient norms of a few drawn completions, remember them for later steps, and compare."""
+        assert self._step is not None
+        full, plan, actor = self._step.full, self._step.plan, self.config.actor_rollout_ref.actor
+        row = np.array([self._step.row_of_key.get(key, -1) for key in batch.keys])
+        drawn = (row >= 0) & (plan.weight[row] > 0)
+        order = np.lexsort((self._generator(2).random(len(batch)), ~drawn))
+        ranks = self._data_parallel_size()
+        measured = min(PROBED_COMPLETIONS, int(drawn.sum()))
+        per_rank = -(-max(measured, 1) // ranks)
+        # The first of every rank is measured first: turn i is row i // ranks of rank i % ranks.
+        turns = order[: per_rank * ranks].reshape(per_rank, ranks)
+        sample = keep_rows(batch, turns.T.ravel())
+        sample.extra_info = {
+            "calculate_entropy": bool(actor.calculate_entropy or actor.entropy_coeff),
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
+            MEASURED: measured,
+        }
+        written = self.actor_rollout_wg.probe_gradient_norms(sample)
+        data = tq.kv_batch_get(keys=written.keys, partition_id=batch.partition_id, select_fields=[NORM])
+        rows = np.array([self._step.row_of_key.get(key, -1) for key in written.keys])
+        norm = data[NORM].double().numpy()
+        found = np.isfinite(norm)
+        rows, norm = rows[found], norm[found]
+        # With a KL or entropy term the norm is not that of a score function, and no model of it can be fitted.
+        surprise = None if actor.use_kl_loss or actor.entropy_coeff else full.sum_sq_one_minus_p
+        self._norms.observe(
+            self.global_steps,
+            sum_sq_one_minus_p=np.zeros(rows.size) if surprise is None else surprise[rows],
+            length=full.length[rows],
+            prompt_length=full.prompt_length[rows],
+            scale=np.abs(full.advantage[rows]) * token_factor(full.length[rows], actor.loss_agg_mode),
+            magnitude=self._step.magnitude[rows],
+            norm=norm,
+            weight=plan.weight[rows],
+        )
+        return {f"dppo/probe/{name}": value for name, value in self._norms.figures().items()}
+
+    def _learn(self, step: _Step, timing: dict[str, float]) -> None:
+        """Hand the measured times and the curve of rho of a finished step to the budget of the next."""
+        full, settings = step.full, self.dppo.completion
+        tokens, seconds = float(full.sequence_length[step.plan.kept].sum()), update_seconds(timing)
+        if settings.rule == "neyman" and step.magnitude.any():
+            curve = inflation_curve(step.magnitude, full.length, settings.floor)
+            self._budget.observe(timing["gen"], seconds, tokens, step.keep, curve)
+        else:
+            self._budget.update_time.observe(tokens, seconds)
 
     # ---- reporting --------------------------------------------------------------------------------------------------
 
@@ -235,8 +360,10 @@ class DPPOTrainer(PPOTrainerSync):
         proto = DataProto(batch=lengths, meta_info={"global_token_num": full.sequence_length.tolist()})
         metrics.update(compute_timing_metrics(proto, timing_raw))
         metrics.update(compute_throughout_metrics(proto, timing_raw, self._get_n_gpus_for_throughput()))
-        trained = self._step.metrics["dppo/trained_sequence_token_fraction"]
-        metrics.update(saved_time(timing_raw, trained, self._step.metrics["dppo/variance_inflation"]))
+        trained = self._step.plan.kept
+        tokens = float(full.sequence_length.sum() - full.sequence_length[trained].sum())
+        saved = tokens * self._budget.update_time.line[1]
+        metrics.update(saved_time(timing_raw, saved, self._step.metrics["dppo/variance_inflation"]))
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict, rollout_data_dir: str) -> None:
         """Dump the full batch: dropped completions stayed in the queue for it."""

@@ -1,0 +1,154 @@
+"""The automatic budget: how much to keep, so that time saved and noise added together buy the most.
+
+Pruning to `keep` shortens the update and adds rho(keep) of the rollouts' own gradient noise, which only more prompts
+average away again. With s, t, f0 the seconds of rollout, of log-probs and update on the full batch, and of the rest,
+a step is worth S = (s + t + f0) / ((s + t * kept share)(1 + rho) + f0) full ones. Everything here looks at earlier
+steps alone: the budget of a step does not depend on what that step drew, so its weights stay exact.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_dppo.pruning.inclusion import neyman_inclusion
+
+Array = NDArray[np.float64]
+
+FIRST_KEEP = 0.6
+LOWEST_KEEP, HIGHEST_KEEP = 0.2, 1.0
+LARGEST_CHANGE = 0.02
+FORGETTING = 0.9
+"""A step counts this much less with every later one: ten steps are remembered, about."""
+STEPS_BEFORE_MOVING = 3
+"""The first steps of a run warm up caches and compile kernels; they are not a basis for a budget."""
+GRID = np.linspace(0.1, 1.0, 19)
+SAMPLE = 2048
+"""Completions that a curve of rho looks at, at most: it is smooth, and the driver is waiting."""
+
+
+def variance_inflation(pi: Array, magnitude: Array) -> float:
+    """Estimate rho, the variance added by the draw over that of the rollouts: sum (1/pi - 1) m^2 / sum m^2.
+
+    The formula is that of independent draws, with magnitudes in place of gradient norms. Completions with pi = 0 have
+    no gradient and do not count.
+    """
+    live = pi > 0
+    square = magnitude[live] ** 2
+    return float(((1 / pi[live] - 1) * square).sum() / square.sum()) if live.any() else 0.0
+
+
+def inflation_curve(magnitude: Array, cost: Array, floor: float | None = None) -> Array:
+    """Return rho for each keep of GRID, of Neyman probabilities for (n,) magnitudes and costs."""
+    live = np.flatnonzero(magnitude > 0)
+    sample = live[:: -(-live.size // SAMPLE)] if live.size else live
+    m, c = magnitude[sample], cost[sample]
+    # Below a fixed floor a budget is not feasible; what is asked of the rule there is never used.
+    return np.array(
+        [
+            variance_inflation(neyman_inclusion(m, c, keep, None if floor is None else min(floor, keep)), m)
+            for keep in GRID
+        ]
+    )
+
+
+class UpdateTime:
+    """Seconds of log-probs and update as a straight line over the tokens that are trained on, from past steps.
+
+    The line is drawn towards the origin by as much as the steps do not tell: with token counts that hardly vary, time
+    is taken to be proportional to tokens.
+    """
+
+    ORIGIN_WEIGHT = 0.02
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.sums = np.zeros(5)
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        """Add a step: tokens that were trained on, and the seconds it took."""
+        self.sums = FORGETTING * self.sums + np.array([1, tokens, seconds, tokens**2, tokens * seconds])
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """The (fixed seconds, seconds per token), neither below 0; both 0 before the first step."""
+        count, tokens, seconds, square, product = self.sums.tolist()
+        if count == 0 or tokens == 0:
+            return 0.0, 0.0
+        mean, usual = tokens / count, seconds / count
+        pull = self.ORIGIN_WEIGHT * mean
+        slope = (product / count - mean * usual + pull * usual) / (square / count - mean**2 + pull * mean)
+        slope = float(np.clip(slope, 0.0, usual / mean))
+        return float(usual - slope * mean), slope
+
+
+class KeepController:
+    """Moves `keep` towards the best noise-equivalent speed-up, a little after each step."""
+
+    def __init__(self) -> None:
+        """Start at FIRST_KEEP."""
+        self.keep = FIRST_KEEP
+        self.update_time = UpdateTime()
+        self.rollout_seconds = 0.0
+        self.tokens_per_keep = 0.0
+        self.inflation = np.zeros(GRID.size)
+        self.weight = 0.0
+        self.steps = 0
+
+    def observe(
+        self, rollout_seconds: float, update_seconds: float, tokens: float, keep: float, inflation: Array
+    ) -> None:
+        """Learn from a finished step, and choose the keep of the next.
+
+        Args:
+            rollout_seconds: time of generation.
+            update_seconds: time of old and reference log-probs and update, as it was: on what was kept.
+            tokens: tokens that these processed.
+            keep: the budget of that step, in (0, 1].
+            inflation: from `inflation_curve`.
+        """
+        self.update_time.observe(tokens, update_seconds)
+        self.rollout_seconds = FORGETTING * self.rollout_seconds + rollout_seconds
+        self.tokens_per_keep = FORGETTING * self.tokens_per_keep + tokens / keep
+        self.inflation = FORGETTING * self.inflation + inflation
+        self.weight = FORGETTING * self.weight + 1
+        self.steps += 1
+        if self.steps > STEPS_BEFORE_MOVING:
+            change = np.clip(self.best() - self.keep, -LARGEST_CHANGE, LARGEST_CHANGE)
+            self.keep = float(np.clip(self.keep + change, LOWEST_KEEP, HIGHEST_KEEP))
+
+    def best(self) -> float:
+        """The keep with the largest S, by what was observed; f0 moves the value of S, not the best keep."""
+        fixed, per_token = self.update_time.line
+        update = fixed + per_token * self.tokens_per_keep / self.weight * GRID
+        paid = (self.rollout_seconds / self.weight + update) * (1 + self.inflation / self.weight)
+        return float(GRID[np.argmin(paid)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next step depends on, as plain numbers and lists."""
+        return {
+            "keep": self.keep,
+            "steps": self.steps,
+            "weight": self.weight,
+            "rollout_seconds": self.rollout_seconds,
+            "tokens_per_keep": self.tokens_per_keep,
+            "update_time_sums": self.update_time.sums.tolist(),
+            "inflation": self.inflation.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            ValueError: another grid of budgets than this version's.
+        """
+        inflation = np.array(state["inflation"], dtype=np.float64)
+        sums = np.array(state["update_time_sums"], dtype=np.float64)
+        if inflation.shape != GRID.shape or sums.shape != self.update_time.sums.shape:
+            raise ValueError(
+                f"the saved budget has {inflation.size} and {sums.size} figures, this version reads {GRID.size} and 5"
+            )
+        self.keep, self.steps, self.weight = float(state["keep"]), int(state["steps"]), float(state["weight"])
+        self.rollout_seconds, self.tokens_per_keep = float(state["rollout_seconds"]), float(state["tokens_per_keep"])
+        self.update_time.sums, self.inflation = sums, inflation
