@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_dppo.pruning.inclusion import neyman_inclusion
-
 Array = NDArray[np.float64]
 
 FIRST_KEEP = 0.6
@@ -24,8 +22,6 @@ FORGETTING = 0.9
 STEPS_BEFORE_MOVING = 3
 """The first steps of a run warm up caches and compile kernels; they are not a basis for a budget."""
 GRID = np.linspace(0.1, 1.0, 19)
-SAMPLE = 2048
-"""Completions that a curve of rho looks at, at most: it is smooth, and the driver is waiting."""
 
 
 def variance_inflation(pi: Array, magnitude: Array) -> float:
@@ -40,17 +36,44 @@ def variance_inflation(pi: Array, magnitude: Array) -> float:
 
 
 def inflation_curve(magnitude: Array, cost: Array, floor: float | None = None) -> Array:
-    """Return rho for each keep of GRID, of Neyman probabilities for (n,) magnitudes and costs."""
-    live = np.flatnonzero(magnitude > 0)
-    sample = live[:: -(-live.size // SAMPLE)] if live.size else live
-    m, c = magnitude[sample], cost[sample]
-    # Below a fixed floor a budget is not feasible; what is asked of the rule there is never used.
-    return np.array(
-        [
-            variance_inflation(neyman_inclusion(m, c, keep, None if floor is None else min(floor, keep)), m)
-            for keep in GRID
-        ]
-    )
+    """Return rho for each keep of GRID under Neyman probabilities; see `neyman_inclusion`.
+
+    All budgets are solved at once: with completions sorted by what pi is proportional to, those at the floor, between
+    and at 1 are three ranges, so that spent cost and variance follow from running sums.
+
+    Args:
+        magnitude: (n,) estimated gradient norms; 0 for a completion without a gradient.
+        cost: (n,) cost of keeping it.
+        floor: smallest pi, None for keep / 4. A budget below it is taken to keep everything at the budget's own rate.
+
+    Returns:
+        (GRID.size,) float64; zeros where no completion has a gradient.
+    """
+    live = magnitude > 0
+    if not live.any():
+        return np.zeros(GRID.size)
+    m, c = magnitude[live], np.maximum(cost[live], np.finfo(float).tiny)
+    slope = np.maximum(m / np.sqrt(c) / (m / np.sqrt(c)).max(), 1e-100)
+    order = np.argsort(slope)
+    slope, c, square = slope[order], c[order], m[order] ** 2
+
+    def running(values: Array) -> Array:
+        return np.concatenate([[0.0], np.cumsum(values)])
+
+    spent, spent_by_slope = running(c), running(slope * c)
+    energy, energy_by_slope = running(square), running(square / slope)
+    lowest = np.minimum(GRID / 4 if floor is None else floor, GRID)
+    low, high = np.zeros(GRID.size), np.full(GRID.size, -np.log(slope[0]))  # log of lambda: the largest at 1, or all
+    low += np.log(lowest)
+    for _ in range(60):
+        factor = np.exp((low + high) / 2)
+        at_floor, below_one = np.searchsorted(slope, lowest / factor), np.searchsorted(slope, 1 / factor)
+        total = lowest * spent[at_floor] + factor * (spent_by_slope[below_one] - spent_by_slope[at_floor])
+        too_little = total + spent[-1] - spent[below_one] < GRID * spent[-1]
+        low, high = np.where(too_little, (low + high) / 2, low), np.where(too_little, high, (low + high) / 2)
+    between = (energy_by_slope[below_one] - energy_by_slope[at_floor]) / factor
+    between -= energy[below_one] - energy[at_floor]
+    return np.maximum((1 / lowest - 1) * energy[at_floor] + between, 0.0) / energy[-1]
 
 
 class UpdateTime:

@@ -17,8 +17,8 @@ class NormRecord:
     """The last `window` completions whose gradient norm was measured.
 
     The columns, one entry for each: `step`; `sum_sq_one_minus_p`, 0 where the rollout gave no log-probs; `length` and
-    `prompt_length` in tokens; `scale`, |A| times the factor of the aggregation mode; `magnitude`, what the draw took for
-    the norm; `norm`, what was measured; `weight`, 1/pi, because only drawn completions are measured.
+    `prompt_length` in tokens; `scale`, |A| times the factor of the aggregation mode; `magnitude`, what the draw took
+    for the norm; `norm`, what was measured; `weight`, 1/pi, because only drawn completions are measured.
     """
 
     def __init__(self, window: int = 128) -> None:
