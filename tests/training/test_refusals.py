@@ -55,7 +55,8 @@ def test_a_plain_run_is_let_through():
         (["algorithm.adv_estimator=dppo"], r"adv_estimator=dppo is refused"),
         (["critic.enable=true"], r"critic\.enable=True is refused"),
         (["algorithm.use_kl_in_reward=true"], r"use_kl_in_reward=True is refused.*use_kl_loss=true"),
-        (["algorithm.filter_groups.enable=true"], r"filter_groups\.enable=True is refused"),
+        (["algorithm.adv_estimator=reinforce_plus_plus_baseline"], r"reinforce_plus_plus_baseline is refused.*rloo"),
+        (["algorithm.adv_estimator=grpo_passk"], r"adv_estimator=grpo_passk is refused.*what is left of a group"),
         ([f"{ACTOR}.policy_loss.loss_mode=clip_cov"], r"loss_mode=clip_cov is refused.*vanilla"),
         ([f"{ACTOR}.policy_loss.loss_mode=kl_cov"], r"loss_mode=kl_cov is refused"),
         ([f"{ACTOR}.policy_loss.loss_mode=geo_mean"], r"loss_mode=geo_mean is refused"),
@@ -85,6 +86,10 @@ def test_what_is_not_exact_is_refused_with_its_name_value_and_way_out(overrides,
     with pytest.raises(RefusedSettingError, match=message) as refusal:
         check_run(config(*overrides))
     assert "Way out:" in str(refusal.value)
+
+
+def test_dynamic_sampling_is_let_through_because_the_batch_is_full_when_it_is_pruned():
+    assert check_run(config("algorithm.filter_groups.enable=true")).prunes_completions
 
 
 def test_a_fixed_micro_batch_that_does_not_divide_is_refused():
