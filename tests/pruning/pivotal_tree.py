@@ -1,8 +1,55 @@
-"""The distribution of the ordered pivotal design, from its definition and apart from the product's code."""
+"""Decision trees: of any draw, by taking both sides of its decisions; of the pivotal design, from its definition."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
+
+
+class _Coins:
+    """Uniform random numbers that can only be asked whether they are below given chances."""
+
+    def __init__(self, generator: "_DecidedGenerator", size: int) -> None:
+        self.generator, self.size = generator, size
+
+    def __lt__(self, chance) -> np.ndarray:
+        return np.array([self.generator.decide(c) for c in np.broadcast_to(chance, self.size)], dtype=bool)
+
+
+class _DecidedGenerator:
+    """Stands in for numpy's generator: follows decisions where it has them, says yes beyond, and keeps account."""
+
+    def __init__(self, decisions: list[bool]) -> None:
+        self.given, self.decisions, self.probability = decisions, [], 1.0
+
+    def random(self, size: int) -> _Coins:
+        return _Coins(self, size)
+
+    def decide(self, chance: float) -> bool:
+        assert 0 <= chance <= 1, f"a decision with chance {chance}"
+        if not 1e-14 < chance < 1 - 1e-14:  # certain but for rounding
+            return chance > 0.5
+        at = len(self.decisions)
+        self.decisions.append(self.given[at] if at < len(self.given) else True)
+        self.probability *= chance if self.decisions[at] else 1 - chance
+        return self.decisions[at]
+
+
+def every_path(drawing: Callable[[_DecidedGenerator], T]) -> Iterator[tuple[float, T]]:
+    """Yield (probability, result) for every path through the decisions `rng.random(n) < chance` of drawing(rng)."""
+    decisions: list[bool] = []
+    while True:
+        generator = _DecidedGenerator(decisions)
+        result = drawing(generator)
+        yield generator.probability, result
+        decisions = generator.decisions
+        while decisions and not decisions[-1]:
+            decisions.pop()
+        if not decisions:
+            return
+        decisions[-1] = False
 
 
 class ScriptedGenerator:

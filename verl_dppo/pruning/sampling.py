@@ -97,7 +97,8 @@ def _balancing_variables(balance: ArrayLike | None, n: int) -> Array:
 
 def _certain_if_rounded(probability: float) -> float:
     """Return 0 or 1 in place of what is so but for rounding."""
-    return float(np.round(probability)) if abs(probability - np.round(probability)) <= ROUNDING else probability
+    nearest = round(probability)
+    return nearest if abs(probability - nearest) <= ROUNDING else probability
 
 
 def _running_sum(pi: Array) -> tuple[Array, Array]:
@@ -143,68 +144,79 @@ def _cube(pi: Array, balance: Array, rng: np.random.Generator) -> Index:
     Args:
         pi: (m,) in (0, 1).
         balance: (m, k) balancing variables besides pi.
-        rng: decides the direction of every block's steps.
+        rng: decides between the two ends of every block's steps.
     """
-    share = _expanded(pi, balance)
+    share = _shares_of_totals(pi, balance)
     position, undecided = pi.copy(), np.arange(pi.size)
     while undecided.size > 1:
-        size = share.shape[0] + 2  # one more than there are variables, pi among them
-        if undecided.size < size:
+        # One element more than there are variables, pi among them, leaves a direction to go.
+        size = min(share.shape[0] + 2, undecided.size)
+        blocks = undecided[: undecided.size // size * size].reshape(-1, size).T
+        direction = _directions(share[:, blocks])
+        if not direction.any():
             share = share[:-1]
             continue
-        blocks = undecided[: undecided.size // size * size].reshape(-1, size).T
-        position[blocks] = _step(position[blocks], _directions(share[:, blocks]), rng)
+        position[blocks] = _step(position[blocks], direction, rng)
         undecided = undecided[(position[undecided] > 0) & (position[undecided] < 1)]
-    # Only pi is balanced by now, so that the last element holds what the sum exceeds an integer by.
-    chance = _certain_if_rounded(position[undecided[0]]) if undecided.size else 0.0
-    if (rng.random(undecided.size) < chance).any():
-        position[undecided] = 1.0
+    # The sum of all positions has stood still: the last element holds what it exceeds an integer by.
+    chance = np.array([_certain_if_rounded(p) for p in position[undecided]])
+    position[undecided] = rng.random(undecided.size) < chance
     return np.flatnonzero(position == 1)
 
 
-def _expanded(pi: Array, balance: Array) -> Array:
-    """Return (k, m) what each element adds to the Horvitz-Thompson totals when kept, each row within [-1, 1]."""
-    share = _unit(balance.T, axis=1) / np.maximum(pi, 1e-100)
-    return _unit(share, axis=1)
+def _shares_of_totals(pi: Array, balance: Array) -> Array:
+    """Return (k, m) what each element adds to each Horvitz-Thompson total when kept, every row within [-1, 1]."""
+    return _scaled(_scaled(balance.T) / np.maximum(pi, 1e-100))
 
 
-def _unit(rows: Array, axis: int) -> Array:
-    """Scale to a largest size of 1 along the axis; what is below the resolution of such values becomes 0."""
-    largest = np.abs(rows).max(axis=axis, keepdims=True, initial=0.0)
-    return rows / np.where(largest > np.finfo(np.float64).tiny, largest, np.inf)
+def _scaled(rows: Array) -> Array:
+    """Scale (k, elements, ...) values to a largest size of 1 over the elements; zeros stay."""
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    return rows / np.where(largest > 0, largest, 1.0)
 
 
 def _directions(share: Array) -> Array:
-    """Return (k + 2, blocks) directions along which neither the sum of pi nor the totals of a block change.
+    """Return (size, blocks) directions along which neither the sum of pi nor the totals of a block change.
 
     Args:
-        share: (k, k + 2, blocks) what each of a block's elements adds to each total.
+        share: (k, size, blocks) what each of a block's elements adds to each total. A block of k + 2 always has a
+            direction, also where elements are identical or variables depend on each other; a smaller one may have
+            none, and gets zeros.
     """
-    k, size, blocks = share.shape
     # The first element gives what the others take, which leaves the sum alone, exactly and whatever they take.
     system = share[:, 1:] - share[:, :1]
-    spread = np.abs(system).max(axis=1, keepdims=True, initial=0.0)
-    system /= np.where(spread > DEPENDENT, spread, np.inf)
+    system[np.abs(system) <= DEPENDENT] = 0.0
+    reduced, pivot = _row_reduced(_scaled(system))
+    _, others, blocks = system.shape
     block = np.arange(blocks)
-    taken = np.zeros((size - 1, blocks), dtype=bool)
-    pivots = []
-    for row in system:
-        column = np.abs(row).argmax(axis=0)
-        value = row[column, block]
-        independent = np.abs(value) > DEPENDENT
-        row /= np.where(independent, value, np.inf)
-        factor = system[:, column, block]
-        lead = row.copy()
-        system -= factor[:, None] * lead
-        row[:] = lead
-        taken[column, block] |= independent
-        pivots.append((column, independent))
+    taken = (pivot[:, None] == np.arange(others)[:, None]).any(axis=0)
     free = taken.argmin(axis=0)
-    others = np.zeros((size - 1, blocks))
-    for row, (column, independent) in zip(system, pivots, strict=True):
-        others[column[independent], block[independent]] = -row[free, block][independent]
-    others[free, block] = 1.0
-    return np.concatenate([-others.sum(axis=0, keepdims=True), others])
+    direction = np.zeros((1 + others, blocks))
+    direction[1 + free, block] = 1.0
+    row, at = np.nonzero(pivot >= 0)
+    direction[1 + pivot[row, at], at] = -reduced[row, free[at], at]
+    direction[1:] *= ~taken.all(axis=0)
+    direction[0] = -direction[1:].sum(axis=0)
+    return direction
+
+
+def _row_reduced(system: Array) -> tuple[Array, Index]:
+    """Bring every block's (rows, columns) system to reduced form by Gauss-Jordan elimination, pivoting on columns.
+
+    Returns:
+        (rows, columns, blocks) reduced system, and (rows, blocks) the pivot's column, -1 where a row depends on others.
+    """
+    rows, _, blocks = system.shape
+    block, pivot = np.arange(blocks), np.full((rows, blocks), -1)
+    for i in range(rows):
+        column = np.abs(system[i]).argmax(axis=0)
+        value = system[i, column, block]
+        independent = np.abs(value) > DEPENDENT
+        lead = system[i] / np.where(independent, value, np.inf)
+        system = system - system[:, column, block][:, None] * lead
+        system[i] = lead
+        pivot[i] = np.where(independent, column, -1)
+    return system, pivot
 
 
 def _step(position: Array, direction: Array, rng: np.random.Generator) -> Array:
