@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-# An odd multiplier of 64 bits; the upper bits of the product are spread evenly for small keys (Knuth 1998, section 6.4).
+# An odd multiplier of 64 bits; the upper bits of the product spread evenly (Knuth 1998, section 6.4).
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 SMALLEST_SURPRISE = 0.02
 """A token that was all but certain says nothing about the direction, and most tokens of a trained policy are."""
