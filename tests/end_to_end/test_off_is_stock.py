@@ -24,7 +24,10 @@ def test_the_stock_run_trains(stock):
     assert max(m["training/rollout_probs_diff_max"] for m in stock.metrics) < 1e-5, "weights were not synchronised"
 
 
-@pytest.mark.parametrize("off", ["algorithm.dppo.enable=false", "algorithm.dppo.completion.enable=false"])
+@pytest.mark.parametrize(
+    "off",
+    ["algorithm.dppo.enable=false", "algorithm.dppo.completion.enable=false", "algorithm.dppo.anneal_fraction=1"],
+)
 def test_off_gives_the_same_gradient_norms_and_parameters_to_the_bit(verl_run, stock, off):
     run = verl_run(*DPPO, off, *ONE_ROW_MICRO_BATCHES)
     assert run.updates == stock.updates

@@ -8,7 +8,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-from verl_dppo.training.metrics import saved_time, variance_inflation
+from verl_dppo.pruning import variance_inflation
+from verl_dppo.training.metrics import saved_time
 from verl_dppo.training.transform import (
     _tiny_padding,
     has_advantage,
@@ -100,16 +101,18 @@ def test_variance_inflation_by_hand():
 
 
 def test_saved_time_by_hand():
-    """A step of 10 s, 4 of rollout and 3 of update on half of the tokens, would have taken 13 s."""
-    timing = {"step": 10.0, "gen": 4.0, "old_log_prob": 1.0, "update_actor": 2.0}
-    saved = saved_time(timing, trained_share=0.5, rho=0.1)
+    """A step of 10 s, 4 of rollout and 3 of update and another of a probe, that saved 3 s and is 10 % noisier."""
+    timing = {"step": 10.0, "gen": 4.0, "old_log_prob": 1.0, "update_actor": 3.0, "dppo_probe": 1.0}
+    saved = saved_time(timing, saved=3.0, rho=0.1)
     assert saved["dppo/seconds_saved"] == pytest.approx(3)
     assert saved["dppo/time_ratio"] == pytest.approx(1.3)
     assert saved["dppo/noise_equivalent_speedup"] == pytest.approx(13 / (7 * 1.1 + 3))
 
 
 @pytest.mark.parametrize("first", ["", "import verl; "])
-@pytest.mark.parametrize("module", ["transform", "metrics", "loss", "advantage", "refusals", "trainer"])
+@pytest.mark.parametrize(
+    "module", ["transform", "metrics", "loss", "advantage", "probe", "state", "refusals", "trainer"]
+)
 def test_any_module_may_be_what_imports_verls_trainers(module, first):
     end = "from verl.trainer.ppo.v1 import get_trainer_cls; get_trainer_cls('dppo'); print(plugin.failures)"
     code = f"{first}import verl_dppo.training.{module}; from verl_dppo import plugin; {end}"

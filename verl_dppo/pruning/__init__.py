@@ -10,6 +10,7 @@ from verl_dppo.pruning.inclusion import (
 )
 from verl_dppo.pruning.norm_model import NormModel, fit_norm_model
 from verl_dppo.pruning.norm_record import NormRecord
+from verl_dppo.pruning.order import chain_order, surprise_signature
 from verl_dppo.pruning.plan import CompletionPlan, deal_mini_batches, plan_completions
 from verl_dppo.pruning.sampling import draw
 
@@ -18,6 +19,7 @@ __all__ = [
     "KeepController",
     "NormModel",
     "NormRecord",
+    "chain_order",
     "deal_mini_batches",
     "draw",
     "fit_norm_model",
@@ -26,6 +28,7 @@ __all__ = [
     "neyman_inclusion",
     "plan_completions",
     "score_magnitude",
+    "surprise_signature",
     "threshold_inclusion",
     "token_factor",
     "variance_inflation",

@@ -29,6 +29,7 @@ from verl_dppo.pruning import (
     CompletionPlan,
     KeepController,
     NormRecord,
+    chain_order,
     deal_mini_batches,
     inflation_curve,
     neyman_inclusion,
@@ -225,7 +226,7 @@ class DPPOTrainer(PPOTrainerSync):
             slope,
             target,
             mini_batch,
-            order=np.lexsort((full.length, np.sign(full.advantage), full.group)),
+            order=_order(full, mini_batch),
             length=full.length,
             advantage=full.advantage,
             mini_batches=mini_batches,
@@ -379,6 +380,14 @@ class DPPOTrainer(PPOTrainerSync):
         )
         super()._log_rollout_data(everything, timing_raw, rollout_data_dir)
         _clear(dropped)
+
+
+def _order(full: FullBatch, mini_batch: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return (n,) a permutation that puts completions with similar gradients side by side in their mini-batch."""
+    if full.signature is None:
+        return np.lexsort((full.length, np.sign(full.advantage), full.group))
+    members = [np.flatnonzero(mini_batch == k) for k in range(int(mini_batch.max()) + 1)]
+    return np.concatenate([m[chain_order(full.signature[m], full.advantage[m], full.group[m])] for m in members])
 
 
 def _clear(batch: KVBatchMeta) -> None:

@@ -18,7 +18,7 @@ from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
-from verl_dppo.pruning import CompletionPlan
+from verl_dppo.pruning import CompletionPlan, surprise_signature
 from verl_dppo.settings import refuse
 
 PADDING_TOKENS = 2  # one of prompt, one of response: the least that verl's engines take
@@ -36,6 +36,7 @@ class FullBatch:
         sequence_length: (n,) int, prompt and response tokens, those of tools and environments included.
         has_advantage: (n,) bool, whether the advantage is one, and not the rounded zero of equal rewards.
         sum_sq_one_minus_p: (n,) float64, sum of (1 - p_t)^2 over its response, or None without rollout log-probs.
+        signature: (n, d) float64, which tokens surprised, or None without rollout log-probs; see `chain_order`.
         mean_negative_log_prob: mean of -log p over all response tokens, an estimate of the rollout's entropy, or None.
         verl_metrics: verl's own metrics of rewards, advantages and lengths, taken over all n completions.
     """
@@ -47,6 +48,7 @@ class FullBatch:
     sequence_length: NDArray[np.int64]
     has_advantage: NDArray[np.bool_]
     sum_sq_one_minus_p: NDArray[np.float64] | None
+    signature: NDArray[np.float64] | None
     mean_negative_log_prob: float | None
     verl_metrics: dict[str, float]
 
@@ -118,20 +120,21 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
         raise refuse("algorithm.adv_estimator", estimator, reason, way_out)
     fields = ["uid", "response_mask", "rm_scores"]
     if config.actor_rollout_ref.rollout.calculate_log_probs:
-        fields.append("rollout_log_probs")
+        fields += ["rollout_log_probs", "responses"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     uid = np.array(data.pop("uid").tolist(), dtype=object)
     mask = data["response_mask"]
     length, reward = row_sums(mask), row_sums(data["rm_scores"])
     # In bfloat16 the mean of a half-right group is off by .2 %: its two advantages would no longer be of one size.
     data["rm_scores"] = data["rm_scores"].to(torch.promote_types(data["rm_scores"].dtype, torch.float32))
-    surprise = negative_log_prob = None
+    surprise = signature = negative_log_prob = None
     if "rollout_log_probs" in data:
         log_prob = data["rollout_log_probs"]
         counted = mask.values().bool()
         flat = torch.where(counted, log_prob.values().to(torch.float64), 0.0)
-        per_token = torch.nested.nested_tensor_from_jagged((1 - flat.exp()) ** 2 * counted, log_prob.offsets())
-        surprise = usual_where_not_finite(row_sums(per_token))
+        one_minus_p = (1 - flat.exp()) * counted
+        surprise = usual_where_not_finite(row_sums(_like(log_prob, one_minus_p**2)))
+        signature = _signature(data.pop("responses"), _like(log_prob, one_minus_p.nan_to_num(0.0, 0.0, 0.0)))
         negative_log_prob = float(-flat.sum() / max(float(counted.sum()), 1.0))
     full = _with_advantage(data.select("response_mask", "rm_scores"), uid, batch, config)
     first = full.batch["response_mask"].argmax(1)
@@ -146,9 +149,24 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
         sequence_length=np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64),
         has_advantage=has_advantage(reward, advantage, group, session),
         sum_sq_one_minus_p=surprise,
+        signature=signature,
         mean_negative_log_prob=negative_log_prob,
         verl_metrics=compute_data_metrics(full, use_critic=False),
     )
+
+
+def _like(jagged: Any, values: torch.Tensor) -> Any:
+    """Return a jagged tensor of other values in the same rows."""
+    return torch.nested.nested_tensor_from_jagged(values, jagged.offsets())
+
+
+def _signature(response: Any, one_minus_p: Any) -> NDArray[np.float64]:
+    """Return (n, d) signatures of n responses from the jagged token ids and their 1 - p."""
+    lengths = response.offsets().diff()
+    if not torch.equal(lengths, one_minus_p.offsets().diff()):
+        raise RuntimeError("the rollout's log-probs are not one for each response token, of every completion")
+    row = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    return surprise_signature(response.values().numpy(), one_minus_p.values().numpy(), row.numpy(), lengths.numel())
 
 
 def _with_advantage(data: TensorDict, uid: NDArray, batch: KVBatchMeta, config: DictConfig) -> DataProto:
