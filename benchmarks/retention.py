@@ -8,8 +8,8 @@ bias.
 
 Budgets are compared at equal kept share of the response tokens of informative groups, with a floor of kept / 4.
 Variance and bias are relative to the full-batch gradient: tr Cov(g_hat) / ||g||^2 and ||E g_hat - g|| / ||g||.
-Averaging over k kept rows of n instead of dividing by n makes a longer step, and much of some rules' bias is that; "bias
-at its best scale" takes it out and leaves the wrong direction.
+Averaging over k kept rows of n instead of dividing by n makes a longer step, and much of some rules' bias is that;
+"bias at its best scale" takes it out and leaves the wrong direction.
 """
 
 import argparse
