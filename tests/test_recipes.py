@@ -16,13 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+import verl_dppo
 from verl_dppo.training.refusals import check_run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "trainer_configs" / "recipe").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "run_scripts").glob("*.sh"))
 SMALL_GSM8K = ROOT / "tests" / "data" / "gsm8k"
+ALGORITHMS = sorted((Path(verl_dppo.__path__[0]) / "config" / "algorithm").glob("dppo*.yaml"))
 
+each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda path: path.stem)
 each_recipe = pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
@@ -112,6 +115,32 @@ def test_holds_on_top_of_the_algorithm(recipe: str) -> None:
     found = dict(leaves(OmegaConf.to_container(config, resolve=False)))
     wanted = recipe_leaves(recipe)
     assert {key: found.get(key) for key in wanted} == wanted
+
+
+@each_recipe
+@each_algorithm
+def test_leaves_every_algorithm_what_it_chose(recipe: str, algorithm: Path) -> None:
+    """A recipe is merged after the algorithm: a clip range or aggregation of its own would train something else."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(Path(verl.trainer.__path__[0]) / "config"), version_base=None):
+        search = f"hydra.searchpath=[file://{ROOT / 'trainer_configs'}]"
+        config = compose("ppo_trainer", overrides=[f"algorithm={algorithm.stem}", f"+recipe={recipe}", search])
+    chosen = OmegaConf.load(algorithm)
+    chosen.pop("defaults", None)
+    chosen.pop("hydra", None)
+    wanted = dict(leaves(OmegaConf.to_container(chosen, resolve=False)))
+    found = dict(leaves(OmegaConf.to_container(config, resolve=False)))
+    assert wanted
+    assert {key: found.get(key) for key in wanted} == wanted
+    check_run(config)
+
+
+@each_recipe
+def test_another_algorithm_is_chosen_on_the_real_command_line(recipe: str) -> None:
+    config = composed(recipe, "algorithm=dppo_gspo")
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
+    assert config.actor_rollout_ref.actor.clip_ratio_high == 4e-4
+    check_run(config)
 
 
 @each_recipe
