@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from training.fake_queue import algorithm, jagged, read
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
+from verl.trainer.ppo.v1 import replay_buffer
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils import losses
@@ -322,3 +323,58 @@ def test_on_policy_each_token_has_a_gradient_of_advantage_times_factor_times_a_c
         constants.extend((response[mask[i] == 1] / (-advantage[i] * factor[i])).tolist())
     assert constants[0] > 0
     assert constants == pytest.approx([constants[0]] * len(constants), rel=1e-6)
+
+
+# ---- dynamic sampling -----------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """verl's transfer queue as its replay buffer uses it; prompts are answered as soon as they are submitted."""
+
+    def __init__(self, rewards):
+        self.tags, self.scores, self.coming = {}, {}, list(rewards)
+
+    def submit(self, prompts):
+        for _ in range(prompts):
+            uid = f"u{len(self.coming)}"
+            self.tags[uid] = {"is_prompt": True, "status": "finished", "global_steps": 1}
+            for i, reward in enumerate(self.coming.pop(0)):
+                self.tags[f"{uid}_{i}_0"] = {"status": "success"}
+                self.scores[f"{uid}_{i}_0"] = torch.tensor([0.0, reward])
+
+    def kv_list(self):
+        return {"train": {key: dict(tag) for key, tag in self.tags.items()}}
+
+    def kv_batch_get(self, keys, **_):
+        return {"rm_scores": [self.scores[key] for key in keys]}
+
+    def kv_clear(self, keys, **_):
+        for key in keys:
+            self.tags.pop(key, None)
+
+
+def test_verls_dynamic_sampling_hands_over_a_full_batch_of_whole_groups(monkeypatch):
+    """What makes it exact under pruning: sizes and denominators are those of a batch that is full before the draw."""
+    constant, mixed = [0.1, 0.1, 0.1], [0.0, 1.0, 1.0]
+    queue = Queue([constant, mixed, constant, mixed, mixed, mixed, constant])
+    monkeypatch.setattr(replay_buffer, "tq", queue)
+    buffer = replay_buffer.ReplayBuffer(
+        trainer_mode="sync",
+        trainer_config={},
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs={},
+        poll_interval=0,
+        refill_fn=queue.submit,
+        filter_groups_metric="reward",
+        train_batch_size=3,
+        gen_batch_size=1,
+    )
+    queue.submit(3)
+    batch, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=3)
+    uids = [key.split("_")[0] for key in batch.keys]
+    assert sorted(map(uids.count, set(uids))) == [3, 3, 3]
+    assert all(len({float(queue.scores[f"{uid}_{i}_0"].sum()) for i in range(3)}) == 2 for uid in uids)
+    assert metrics["training/filter_groups/evicted_samples"] == 2
+    assert metrics["training/filter_groups/discarded_surplus_samples"] == 1
+    assert set(queue.tags) == set(batch.keys), "rows of other groups would be left for the next step"
