@@ -9,8 +9,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import measured_batch  # noqa: E402
-import policy_gradients  # noqa: E402
+import measured_batch
+import policy_gradients
 
 
 @pytest.fixture(scope="module")
