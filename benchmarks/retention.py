@@ -21,7 +21,7 @@ import published_rules as rules
 from measured_batch import MODES, Array, Batch, Quality, Weights, batch_noise, load, quality, rollout_noise
 
 from verl_dppo.pruning import draw, neyman_inclusion, score_magnitude
-from verl_dppo.pruning.order import chain_order
+from verl_dppo.pruning.order import chain_order, snake_order
 
 COPIES = Path(__file__).resolve().parents[1] / "tests" / "data" / "policy-gradients"
 KEEPS = (0.7, 0.5, 0.3, 0.15)
@@ -80,7 +80,10 @@ def simulated_variance(batch: Batch, mode: str, pi: Array, design: str, order: A
 
 def orders(batch: Batch) -> dict[str, Array]:
     """Return by name the orders of a fixed-size draw, (n,) permutations."""
-    found = {"group, sign, length": np.lexsort((batch.tokens, np.sign(batch.advantage), batch.group))}
+    found = {
+        "group, sign, length": np.lexsort((batch.tokens, np.sign(batch.advantage), batch.group)),
+        "snake of surprise": snake_order(batch.surprise.ravel(), batch.advantage, batch.group),
+    }
     if batch.signature is not None:
         found["chain of surprise"] = chain_order(batch.signature, batch.advantage, batch.group)
     return found

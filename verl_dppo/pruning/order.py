@@ -18,8 +18,10 @@ Index = NDArray[np.int64]
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 SMALLEST_SURPRISE = 0.02
 """A token that was all but certain says nothing about the direction, and most tokens of a trained policy are."""
-BLOCK = 128
-"""Rows of one greedy chain: its cost grows with their square."""
+COSINES = 2**20
+SHORTEST_CHAIN = 64
+"""A chain of k rows costs k^2 cosines. Chains have COSINES / n rows, so that all together cost the same for any n, but
+not fewer than these."""
 
 
 def surprise_signature(token: ArrayLike, surprise: ArrayLike, row: ArrayLike, n: int, dims: int = 128) -> Array:
@@ -60,8 +62,8 @@ def chain_order(signature: ArrayLike, advantage: ArrayLike, group: ArrayLike) ->
     """Order completions so that neighbours have similar gradients.
 
     A greedy chain: after each completion comes the one, of those left, whose signed signature has the largest cosine
-    with it. Rows are taken prompt by prompt and cut into blocks of BLOCK rows; each block is a chain of its own, so the
-    cost is linear in n.
+    with it. Up to 1,024 completions are one chain. More are taken prompt by prompt and cut into blocks, each a
+    chain of its own.
 
     Args:
         signature: (n, d) from `surprise_signature`.
@@ -83,7 +85,7 @@ def chain_order(signature: ArrayLike, advantage: ArrayLike, group: ArrayLike) ->
     idle = by_group[sign[by_group] == 0]
     if live.size == 0:
         return idle
-    blocks = -(-live.size // BLOCK)
+    blocks = -(-live.size // max(COSINES // live.size, SHORTEST_CHAIN))
     rows = -(-live.size // blocks)
     padded = np.append(live, np.full(blocks * rows - live.size, live[0])).reshape(blocks, rows)
     absent = np.arange(blocks * rows).reshape(blocks, rows) >= live.size
@@ -91,6 +93,31 @@ def chain_order(signature: ArrayLike, advantage: ArrayLike, group: ArrayLike) ->
     direction = (features * (sign / np.maximum(length, np.finfo(np.float32).tiny))[:, None])[padded]
     place = _greedy_chains(direction @ direction.transpose(0, 2, 1), absent)
     return np.concatenate([np.take_along_axis(padded, place, axis=1).ravel()[: live.size], idle])
+
+
+def snake_order(surprise: ArrayLike, advantage: ArrayLike, group: ArrayLike) -> Index:
+    """Order completions by signed surprise inside each prompt, every other prompt backwards; needs no token ids.
+
+    A prompt's completions run from the most surprising with a negative advantage over the least surprising to the most
+    surprising with a positive one, and the next prompt begins where this one ended.
+
+    Args:
+        surprise: (n,) any measure that grows with the surprise of a completion's tokens, e.g. sum_t (1 - p_t)^2.
+        advantage: (n,) its sign is the sign of the gradient.
+        group: (n,) integer labels; completions of one prompt share one.
+
+    Returns:
+        (n,) int64 permutation.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    size, sign, label = np.asarray(surprise, dtype=np.float64), np.sign(np.asarray(advantage)), np.asarray(group)
+    if size.ndim != 1 or sign.shape != size.shape or label.shape != size.shape:
+        raise ValueError(f"surprise, advantage, group have shapes {size.shape}, {sign.shape} and {label.shape}")
+    _, prompt = np.unique(label, return_inverse=True)
+    direction = 1 - 2 * (prompt % 2)
+    return np.lexsort((direction * sign * size, prompt))
 
 
 def _greedy_chains(similarity: NDArray, absent: NDArray[np.bool_]) -> Index:
