@@ -52,37 +52,25 @@ def every_path(drawing: Callable[[_DecidedGenerator], T]) -> Iterator[tuple[floa
         decisions[-1] = False
 
 
-class ScriptedGenerator:
-    """Stands in for numpy's generator where a test must take one named branch of a draw."""
-
-    def __init__(self, *draws: list[float]) -> None:
-        self.draws = [np.array(luck) for luck in draws]
-
-    def random(self, size: int) -> np.ndarray:
-        luck = self.draws.pop(0)
-        assert size == luck.size, "the draw asked for another number of random numbers than the tree has fights"
-        return luck
-
-
-def pivotal_tree(pi: np.ndarray) -> Iterator[tuple[float, list[float], frozenset[int]]]:
-    """Yield (probability, random numbers that lead there, kept set) for every path of the draw.
+def pivotal_tree(pi: np.ndarray) -> Iterator[tuple[float, frozenset[int]]]:
+    """Yield (probability, kept set) for every path of the ordered pivotal draw, apart from the product's code.
 
     Each fight of a and b ends with (a + b, 0) or (0, a + b) where a + b < 1, with (1, a + b - 1) or (a + b - 1, 1)
-    where it is not; probabilities follow from E[kept] = pi. Low luck is the first contender's win.
+    where it is not; probabilities follow from E[kept] = pi.
     """
     contenders = [i for i, p in enumerate(pi) if 0 < p < 1]
     certain = frozenset(i for i, p in enumerate(pi) if p >= 1)
     if not contenders:
-        yield 1.0, [], certain
+        yield 1.0, certain
         return
 
-    def fight(at: int, champion: int, a: float, luck: list[float], kept: frozenset[int], probability: float):
+    def fight(at: int, champion: int, a: float, kept: frozenset[int], probability: float):
         if at == len(contenders):
             if a < 1e-9 or a > 1 - 1e-9:
-                yield probability, [0.5, *luck], kept | ({champion} if a > 0.5 else set())
+                yield probability, kept | ({champion} if a > 0.5 else set())
             else:
-                yield probability * a, [0.0, *luck], kept | {champion}
-                yield probability * (1 - a), [1 - 1e-12, *luck], kept
+                yield probability * a, kept | {champion}
+                yield probability * (1 - a), kept
             return
         challenger, b = contenders[at], pi[contenders[at]]
         total = a + b
@@ -96,8 +84,8 @@ def pivotal_tree(pi: np.ndarray) -> Iterator[tuple[float, list[float], frozenset
             first = (1 - b) / (2 - total)
             outcomes = ((challenger, kept | {champion}), (champion, kept | {challenger}))
             rest = total - 1
-        for chance, drawn, (left, now_kept) in zip((first, 1 - first), (0.0, 1 - 1e-12), outcomes, strict=True):
+        for chance, (left, now_kept) in zip((first, 1 - first), outcomes, strict=True):
             if chance > 1e-15:
-                yield from fight(at + 1, left, rest, [*luck, drawn], now_kept, probability * chance)
+                yield from fight(at + 1, left, rest, now_kept, probability * chance)
 
-    yield from fight(1, contenders[0], pi[contenders[0]], [], certain, 1.0)
+    yield from fight(1, contenders[0], pi[contenders[0]], certain, 1.0)

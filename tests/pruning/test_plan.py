@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pruning.pivotal_tree import ScriptedGenerator, pivotal_tree
+from pruning.pivotal_tree import every_path
 
 from verl_dppo.pruning import deal_mini_batches, neyman_inclusion, plan_completions
 
@@ -153,7 +153,8 @@ def test_the_weighted_sum_of_a_mini_batch_has_the_full_sum_as_expectation():
     assert np.abs(z).max() < 4.5
 
 
-def test_the_expected_weight_of_every_completion_is_one_in_every_mini_batch_exactly():
+@pytest.mark.parametrize("design", ["pivotal", "cube"])
+def test_the_expected_weight_of_every_completion_is_one_in_every_mini_batch_exactly(design):
     """All paths of the draws of two mini-batches, through the plan itself: E[weight] = 1 where there is a gradient."""
     rng = np.random.default_rng(4)
     magnitude, length = rng.lognormal(size=14) * (np.arange(14) % 7 > 0), rng.integers(5, 90, 14).astype(float)
@@ -164,16 +165,15 @@ def test_the_expected_weight_of_every_completion_is_one_in_every_mini_batch_exac
         target[mini_batch == k] = neyman_inclusion(magnitude[mini_batch == k], length[mini_batch == k], 0.5)
 
     def plan(generator):
-        return plan_completions(slope, target, mini_batch, order, length, magnitude, 2, 1, 0.125, "pivotal", generator)
+        return plan_completions(slope, target, mini_batch, order, length, magnitude, 2, 1, 0.125, design, generator)
 
-    pi = plan(np.random.default_rng(0)).pi
-    trees = [list(pivotal_tree(pi[order[(mini_batch[order] == k) & (slope[order] > 0)]])) for k in range(2)]
-    expected, total = np.zeros(14), 0.0
-    for first in trees[0]:
-        for second in trees[1]:
-            outcome = plan(ScriptedGenerator(first[1], second[1]))
-            expected += first[0] * second[0] * outcome.weight
-            total += first[0] * second[0]
+    expected, total, mini_batches_drawn = np.zeros(14), 0.0, {0: set(), 1: set()}
+    for probability, outcome in every_path(plan):
+        expected += probability * outcome.weight
+        total += probability
+        for k, drawn in mini_batches_drawn.items():
+            drawn.add(tuple(np.flatnonzero((outcome.weight > 0) & (mini_batch == k))))
+    assert all(len(drawn) > 5 for drawn in mini_batches_drawn.values()), "hardly anything was left to chance"
     assert total == pytest.approx(1, abs=1e-12)
     assert expected[magnitude > 0] == pytest.approx(1, abs=1e-10)
     assert (expected[magnitude == 0] == 0).all()

@@ -114,7 +114,7 @@ def gradient(case, kept, weight=None, micro_batches=1, stock=False):
 
 def pivotal_outcomes():
     pi = fixed_size_inclusion([1.0, 5.0, 2.0, 8.0, 3.0, 0.7], 3, 0.1)
-    return pi, [(p, sorted(kept)) for p, _, kept in pivotal_tree(pi)]
+    return pi, [(p, sorted(kept)) for p, kept in pivotal_tree(pi)]
 
 
 def poisson_outcomes():
