@@ -57,6 +57,16 @@ def joint_inclusion(pi, **how):
     return joint
 
 
+class ExtremeGenerator:
+    """Gives the smallest and the largest number that numpy's generator may give: what is left to chance, happens."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+    def random(self, size):
+        return self.rng.choice([0.0, 1 - 2.0**-53], size)
+
+
 def assert_floor_or_ceil(count, pi):
     total = math.fsum(pi)
     assert math.floor(total + 1e-9) <= count <= math.ceil(total - 1e-9), (count, total)
@@ -116,11 +126,16 @@ inclusion = st.one_of(
 
 
 @settings(max_examples=300, deadline=None)
-@given(inclusion, st.sampled_from([how for how in HOW if how[0] != "poisson"]), st.integers(0, 2**32 - 1))
-def test_the_kept_count_is_the_sum_of_pi_up_or_down_to_an_integer(pi, how, seed):
+@given(
+    inclusion,
+    st.sampled_from([how for how in HOW if how[0] != "poisson"]),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([np.random.default_rng, ExtremeGenerator]),
+)
+def test_the_kept_count_is_the_sum_of_pi_up_or_down_to_an_integer(pi, how, seed, generator):
     design, kind = how
-    rng = np.random.default_rng(seed)
-    kept = draw(pi, rng, design, order=rng.permutation(pi.size), balance=variables(kind, pi))
+    order = np.random.default_rng(seed).permutation(pi.size)
+    kept = draw(pi, generator(seed), design, order, variables(kind, pi))
     assert_floor_or_ceil(kept.sum(), pi)
     assert kept[pi == 1].all()
     assert not kept[pi == 0].any()
@@ -130,10 +145,10 @@ def test_the_kept_count_is_the_sum_of_pi_up_or_down_to_an_integer(pi, how, seed)
 @given(arrays(np.float64, st.integers(1, 200), elements=st.floats(1e-6, 1e6)), st.data())
 def test_an_integer_sum_gives_exactly_that_many(magnitude, data):
     size = data.draw(st.integers(1, magnitude.size))
-    design = data.draw(st.sampled_from(["pivotal", "cube"]))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    order = rng.permutation(magnitude.size)
-    assert draw(fixed_size_inclusion(magnitude, size, 0.01), rng, design, order).sum() == size
+    design, seed = data.draw(st.sampled_from(["pivotal", "cube"])), data.draw(st.integers(0, 2**32 - 1))
+    generator = data.draw(st.sampled_from([np.random.default_rng, ExtremeGenerator]))
+    order = np.random.default_rng(seed).permutation(magnitude.size)
+    assert draw(fixed_size_inclusion(magnitude, size, 0.01), generator(seed), design, order).sum() == size
 
 
 @pytest.mark.parametrize("design", ["pivotal", "cube"])
@@ -141,8 +156,8 @@ def test_an_integer_sum_gives_exactly_that_many(magnitude, data):
 def test_rounding_costs_no_place_among_a_hundred_thousand(design, part):
     """0.1 a hundred thousand times is 10,000; a plain running sum of it misses that by 2e-8."""
     n = 99_990
-    pi = np.full(n, part)
-    assert draw(pi, np.random.default_rng(0), design).sum() == round(n * part)
+    for seed in range(4):
+        assert draw(np.full(n, part), ExtremeGenerator(seed), design).sum() == round(n * part)
 
 
 @settings(max_examples=100, deadline=None)
@@ -168,6 +183,18 @@ def test_a_cube_sample_keeps_the_exact_count_of_every_stratum(strata, seed):
         pi[members] = fixed_size_inclusion(rng.lognormal(size=members.size), size[s], 0.05)
     kept = draw(pi, rng, "cube", balance=pi[:, None] * (stratum[:, None] == np.arange(strata)))
     assert (np.bincount(stratum[kept], minlength=strata) == size).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_the_last_variables_are_given_up_first(others, seed):
+    """The first variable can be balanced exactly, the others cannot: they must not cost it anything."""
+    rng = np.random.default_rng(seed)
+    pi = np.concatenate([fixed_size_inclusion(rng.lognormal(size=9), size, 0.05) for size in (4, 6)])
+    first, order = np.arange(18) < 9, rng.permutation(18)
+    kept = draw(pi, rng, "cube", order, np.column_stack([pi * first, rng.normal(size=(18, others))]))
+    assert kept[first].sum() == 4
+    assert kept[~first].sum() == 6
 
 
 def informative_completions(mode, keep):
