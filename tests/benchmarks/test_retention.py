@@ -33,9 +33,12 @@ def made_up(path, prompts=6, completions=8, parameters=30, seed=0, **changes):
     """Write a file of random rewards, lengths and scores; return the scores (n, parameters)."""
     rng = np.random.default_rng(seed)
     n = prompts * completions
-    scores = rng.normal(size=(n, parameters)) * rng.lognormal(size=(n, 1))
+    reward = rng.integers(0, 2, (prompts, completions)).astype(np.float32)
+    # The gradients of a prompt agree, so that it matters which of its completions are dropped together.
+    shared = np.repeat(rng.normal(size=(prompts, parameters)), completions, axis=0) * (reward.reshape(-1, 1) - 0.5) * 3
+    scores = (shared + rng.normal(size=(n, parameters))) * rng.lognormal(sigma=0.3, size=(n, 1))
     arrays = {
-        "reward": rng.integers(0, 2, (prompts, completions)).astype(np.float32),
+        "reward": reward,
         "response_length": rng.integers(5, 40, (prompts, completions)).astype(np.int32),
         "sum_sq_one_minus_p": rng.uniform(0.1, 3, (prompts, completions)).astype(np.float32),
         "prompt_length": rng.integers(5, 9, prompts).astype(np.int32),
@@ -149,11 +152,13 @@ class TestClosedForms:
     def test_fixed_size_designs_are_simulated_without_losing_anything(self, case):
         batch, scores = case
         pi = retention.inclusion(batch, "token-mean", retention.OURS, 0.5)
-        order = retention.orders(batch)["group, sign, length"]
+        order = np.arange(48).reshape(6, 8).T.ravel()  # neighbours from different prompts
         inverse = np.where(pi > 0, 1 / np.maximum(pi, 1e-9), 0)
         by_hand, _ = simulated(batch, scores, lambda rng: draw(pi, rng, "pivotal", order) * inverse, "token-mean", 4000)
         found = retention.simulated_variance(batch, "token-mean", pi, "pivotal", order)
+        in_groups = retention.simulated_variance(batch, "token-mean", pi, "pivotal", np.arange(48))
         assert found == pytest.approx(by_hand, rel=0.1)
+        assert in_groups < 0.8 * found
 
     def test_certain_weights_have_bias_alone(self, case):
         batch, scores = case
