@@ -49,7 +49,7 @@ def verl_run(data, tmp_path_factory):
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": "verl_hooks",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
             "VERL_FILE_LOGGER_PATH": str(metrics),
             "HYDRA_FULL_ERROR": "1",
             "TEST_UPDATES": str(updates),

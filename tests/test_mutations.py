@@ -1,0 +1,115 @@
+"""Each thing that keeps the estimate unbiased, taken away from a copy of the package, makes a named test fail."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One edit of the source, and the test that must notice it."""
+
+    file: str
+    original: str
+    mutant: str
+    test: str
+
+
+ENUMERATION = "tests/training/test_loss.py::test_the_expected_gradient_is_that_of_the_full_mini_batch"
+WHAT_ARRIVES = (
+    "tests/end_to_end/test_pruned.py::test_the_loss_is_handed_the_weights_advantages_and_denominators_of_the_full_batch"
+)
+EXACT_WEIGHTS = (
+    "tests/pruning/test_plan.py::test_the_expected_weight_of_every_completion_is_one_in_every_mini_batch_exactly"
+)
+HALF_RIGHT = "tests/pruning/test_inclusion.py::test_half_right_is_not_below_its_own_mean"
+FULL_GROUPS = "tests/training/test_advantage.py::test_survivors_keep_the_advantage_of_the_full_group"
+
+MUTATIONS = {
+    "the weight on KL": Mutation(
+        "verl_dppo/training/loss.py",
+        "return aggregate(loss_mat * weighting.weight.to(loss_mat)[:, None], *args, **kwargs)",
+        "first = weighting.calls == 1  # the policy term comes first\n"
+        "        weight = weighting.weight.to(loss_mat)[:, None] if first else 1.0\n"
+        "        return aggregate(loss_mat * weight, *args, **kwargs)",
+        ENUMERATION,
+    ),
+    "the un-pruned denominator, in the loss": Mutation(
+        "verl_dppo/training/loss.py",
+        "    tu.assign_non_tensor(data, batch_num_tokens=float(tokens[0]))\n",
+        "",
+        ENUMERATION,
+    ),
+    "the un-pruned denominator, in the trainer": Mutation(
+        "verl_dppo/training/trainer.py",
+        "tokens = np.bincount(plan.mini_batch, full.length)",
+        "tokens = np.bincount(plan.mini_batch, full.length * (plan.weight > 0))",
+        WHAT_ARRIVES,
+    ),
+    "full-group advantages, in the estimator": Mutation(
+        "verl_dppo/training/advantage.py",
+        "    mean = torch.tensor([_full_groups[group][0] for group in index], device=token_level_rewards.device)",
+        "    remember_full_groups(token_level_rewards, index)\n"
+        "    mean = torch.tensor([_full_groups[group][0] for group in index], device=token_level_rewards.device)",
+        FULL_GROUPS,
+    ),
+    "full-group advantages, in the trainer": Mutation(
+        "verl_dppo/training/trainer.py",
+        '            "advantages": nested,\n            "returns": nested.clone(),\n',
+        "",
+        WHAT_ARRIVES,
+    ),
+    "the exact m/(m-k)": Mutation(
+        "verl_dppo/pruning/plan.py", "weight[d] = 1 / pi[d]", "weight[d] = 1 / target_pi[d]", EXACT_WEIGHTS
+    ),
+    "the tie tolerance": Mutation(
+        "verl_dppo/pruning/inclusion.py", "mean[index] * (1 - rtol)", "mean[index]", HALF_RIGHT
+    ),
+}
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for name in ("verl_dppo", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def outcome(folder, test):
+    """Run a test against the package in `folder`, also in the processes that it starts."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutant_is_caught_by_its_test(name, copy):
+    mutation = MUTATIONS[name]
+    source = copy / mutation.file
+    text = source.read_text()
+    assert text.count(mutation.original) == 1, "the line to take away is no longer there, or there twice"
+    source.write_text(text.replace(mutation.original, mutation.mutant))
+    result = outcome(copy, mutation.test)
+    assert result.returncode == 1, result.stdout[-3000:] + result.stderr[-1000:]
+    assert " failed" in result.stdout
+    assert "ImportError" not in result.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("test", sorted({mutation.test for mutation in MUTATIONS.values()}))
+def test_the_unchanged_copy_passes(test, copy):
+    result = outcome(copy, test)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
