@@ -7,6 +7,9 @@ TEST_UPDATES=FILE   one JSON line for each optimiser step of rank 0: gradient no
 TEST_ROWS=FILE      one JSON line for each row that reaches the weighted loss: response, weight, advantage, token count
 TEST_RECORD=FILE    append each rollout, keyed by (step, prompt, sample)
 TEST_REPLAY=FILE    answer rollouts from that file; one that is not in it is an error
+TEST_REPEAT=1       answer the rollouts of all later steps with those of the first
+TEST_PLANS=FILE     one JSON line for each plan of the trainer: what it was made from, pi, weights, tokens of rows
+TEST_GRADIENTS=DIR  statistics of the gradient of each optimiser step, see `GradientLog`
 """
 
 import functools
@@ -14,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+from pathlib import Path
 
 from verl_dppo.post_import import when_imported
 
@@ -76,6 +80,7 @@ def log_rows(loss):
         with open(os.environ["TEST_ROWS"], "a") as file:
             for row, response in enumerate(data["responses"].unbind()):
                 line = {
+                    "sequence": data["input_ids"].unbind()[row].tolist(),
                     "response": response.tolist(),
                     "weight": data[loss.WEIGHT][row].item(),
                     "advantage": data["advantages"].unbind()[row][0].item(),
@@ -112,6 +117,137 @@ def record_or_replay(llm_server):
     client.generate = with_record
 
 
+def repeat_first_step(llm_server):
+    client = llm_server.LLMServerClient
+    generate = client.generate
+    first = {}
+
+    async def repeated(self, request_id, **kwargs):
+        sample = kwargs["sampling_params"]["sample_key"]
+        key = (sample.prompt, sample.sample)
+        if key not in first:
+            first[key] = await generate(self, request_id, **kwargs)
+        return first[key].model_copy(deep=True)
+
+    client.generate = repeated
+
+
+def log_plans(trainer):
+    import numpy as np
+    import transfer_queue as tq
+
+    read_full_batch, plan_completions = trainer.read_full_batch, trainer.plan_completions
+    sequences = []
+
+    def plain(value):
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    def read(batch, config):
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])
+        sequences[:] = [row.tolist() for row in data["input_ids"].unbind()]
+        return read_full_batch(batch, config)
+
+    def plan(slope, target_pi, mini_batch, *, rng, **fixed):
+        made = plan_completions(slope, target_pi, mini_batch, rng=rng, **fixed)
+        arguments = {"slope": slope, "target_pi": target_pi, "mini_batch": mini_batch, **fixed}
+        line = {
+            "arguments": {name: plain(value) for name, value in arguments.items()},
+            "sequences": sequences,
+            "pi": plain(made.pi),
+            "weight": plain(made.weight),
+        }
+        with open(os.environ["TEST_PLANS"], "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return made
+
+    trainer.read_full_batch, trainer.plan_completions = read, plan
+
+
+class GradientLog:
+    """What is kept of the gradients of an engine, in a folder, before they are clipped.
+
+    gradients.jsonl  of each gradient of a pruned batch, the squared norm and the inner products with 32 fixed random
+                     directions of length 1
+    sum.npy          the sum of these gradients so far
+    full.npz         of a batch that is not pruned, all of whose rows are run one by one: its gradient `full`, inner
+                     products of rows with each other `gram` and with the directions `projections`
+    full.json        the tokens of these rows
+    """
+
+    DIRECTIONS = 32
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.sum = self.directions = None
+        self.sequences, self.seen = [], []
+
+    def project(self, gradient):
+        import numpy as np
+
+        if self.directions is None:
+            random = np.random.default_rng(0).standard_normal((self.DIRECTIONS, gradient.shape[-1]))
+            self.directions = random / np.linalg.norm(random, axis=1, keepdims=True)
+        return gradient @ self.directions.T
+
+    def next_row(self, gradient, sequence):
+        """Take the gradient of all rows before this one."""
+        self.seen.append(gradient)
+        self.sequences.append(sequence)
+
+    def finish(self, gradient, writes):
+        import numpy as np
+
+        projections = self.project(gradient)
+        if not writes:
+            return
+        if self.sequences:
+            rows = np.diff(np.array([*self.seen, gradient]), axis=0)
+            arrays = {"full": gradient, "gram": rows @ rows.T, "projections": self.project(rows)}
+            np.savez(self.folder / "full.npz", **arrays)
+            (self.folder / "full.json").write_text(json.dumps(self.sequences))
+            self.sequences, self.seen = [], []
+            return
+        line = {"square": float(gradient @ gradient), "projections": projections.tolist()}
+        with open(self.folder / "gradients.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.sum = gradient if self.sum is None else self.sum + gradient
+        np.save(self.folder / "sum.npy", self.sum)
+
+
+def log_gradients(transformer_impl):
+    import torch
+    from verl.utils import tensordict_utils as tu
+
+    engine = transformer_impl.FSDPEngineWithLMHead
+    forward_backward_batch, forward_step = engine.forward_backward_batch, engine.forward_step
+    optimizer_step = engine.optimizer_step
+    log = GradientLog(os.environ["TEST_GRADIENTS"])
+
+    def gradient(self):
+        parts = []
+        for parameter in self.module.parameters():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parts.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten().double())
+        return torch.cat(parts).numpy()
+
+    def rows_one_by_one(self, data, loss_function, forward_only=False):
+        if not forward_only and "dppo_weight" not in data:
+            tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        return forward_backward_batch(self, data, loss_function, forward_only)
+
+    def row(self, micro_batch, loss_function, forward_only):
+        if not forward_only and "dppo_weight" not in micro_batch:
+            log.next_row(gradient(self), micro_batch["input_ids"].values().tolist())
+        return forward_step(self, micro_batch, loss_function, forward_only)
+
+    def step(self):
+        log.finish(gradient(self), writes=torch.distributed.get_rank() == 0)
+        return optimizer_step(self)
+
+    engine.forward_backward_batch, engine.forward_step, engine.optimizer_step = rows_one_by_one, row, step
+
+
 when_imported("verl.trainer.ppo.v1.trainer_base", count_uids)
 when_imported("verl.trainer.ppo.v1.replay_buffer", take_rows_in_order)
 if "TEST_UPDATES" in os.environ:
@@ -120,3 +256,9 @@ if "TEST_ROWS" in os.environ:
     when_imported("verl_dppo.training.loss", log_rows)
 if "TEST_RECORD" in os.environ or "TEST_REPLAY" in os.environ:
     when_imported("verl.workers.rollout.llm_server", record_or_replay)
+if "TEST_REPEAT" in os.environ:
+    when_imported("verl.workers.rollout.llm_server", repeat_first_step)
+if "TEST_PLANS" in os.environ:
+    when_imported("verl_dppo.training.trainer", log_plans)
+if "TEST_GRADIENTS" in os.environ:
+    when_imported("verl.workers.engine.fsdp.transformer_impl", log_gradients)
