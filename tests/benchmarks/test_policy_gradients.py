@@ -1,16 +1,10 @@
 """New data is what it says: probabilities, lengths and rewards of the policy's own completions, and exact scores."""
 
-import sys
-from pathlib import Path
-
+import measured_batch
 import numpy as np
+import policy_gradients
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import measured_batch
-import policy_gradients
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The closed forms of the benchmark against draws and enumeration, and the figures that the defaults rest on."""
 
-import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -8,13 +7,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+import measured_batch
+import published_rules as rules
+import retention
 
-import measured_batch  # noqa: E402
-import published_rules as rules  # noqa: E402
-import retention  # noqa: E402
-
-from verl_dppo.pruning import draw  # noqa: E402
+from verl_dppo.pruning import draw
 
 SEQUENCE = "seq-mean-token-mean"
 

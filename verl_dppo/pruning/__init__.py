@@ -10,7 +10,7 @@ from verl_dppo.pruning.inclusion import (
 )
 from verl_dppo.pruning.norm_model import NormModel, fit_norm_model
 from verl_dppo.pruning.norm_record import NormRecord
-from verl_dppo.pruning.order import chain_order, surprise_signature
+from verl_dppo.pruning.order import chain_order, snake_order, surprise_signature
 from verl_dppo.pruning.plan import CompletionPlan, deal_mini_batches, plan_completions
 from verl_dppo.pruning.sampling import draw
 
@@ -28,6 +28,7 @@ __all__ = [
     "neyman_inclusion",
     "plan_completions",
     "score_magnitude",
+    "snake_order",
     "surprise_signature",
     "threshold_inclusion",
     "token_factor",
