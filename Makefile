@@ -11,7 +11,7 @@ setup: $(VENV)/.complete
 $(VENV)/.complete: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -c "import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 12), f'Python 3.11 or 3.12 is needed, not {sys.version}; set PYTHON=...'"
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints-cpu.txt -e '.[cpu,dev]'
+	$(RUN) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints-cpu.txt -e '.[cpu,megatron-cpu,dev]'
 	touch $@
 
 demo: setup

@@ -77,6 +77,11 @@ class Enumeration:
         }
 
 
+def _of_all_ranks(everywhere: list[Any], name: str) -> dict[str, float]:
+    """Return the first rank's figures, but the worst error: model-parallel ranks see their own parameters only."""
+    return {**everywhere[0][name], "error": max(measured[name]["error"] for measured in everywhere)}
+
+
 def _scaled_ppo_loss(scale: float, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict]:
     loss, metrics = ppo_loss(*args, **kwargs)
     return loss * scale, metrics
@@ -95,8 +100,10 @@ def main(engine_name: str, model: str, result: str) -> None:
     for dtype in dict.fromkeys(case.dtype for case in cases):
         enumeration = Enumeration(engine, Path(model), dtype, rows)
         measured |= {case.name: enumeration.measure(case) for case in cases if case.dtype == dtype}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, measured)
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(measured))
+        Path(result).write_text(json.dumps({case.name: _of_all_ranks(everywhere, case.name) for case in cases}))
     dist.destroy_process_group()
 
 

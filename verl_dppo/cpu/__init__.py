@@ -20,8 +20,9 @@ def enable() -> None:
     # where processes share few cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-    from verl_dppo.cpu import platform, polling, registration
+    from verl_dppo.cpu import megatron, platform, polling, registration
 
     platform.register()
     registration.register()
     polling.register()
+    megatron.register()
