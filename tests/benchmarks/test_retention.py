@@ -1,14 +1,12 @@
 """The closed forms of the benchmark against draws and enumeration, and the figures that the defaults rest on."""
 
+import sys
 from itertools import combinations
-from pathlib import Path
 
-import numpy as np
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 import measured_batch
+import numpy as np
 import published_rules as rules
+import pytest
 import retention
 
 from verl_dppo.pruning import draw

@@ -183,9 +183,18 @@ def test_independent_draws_that_keep_nothing_leave_one_inert_row():
     """Padding copies a row, so that there must be one; it weighs nothing."""
     n = 4
     plan = plan_completions(
-        np.ones(n), np.full(n, 1e-9), np.zeros(n, int), np.arange(n), np.array([9.0, 3.0, 7.0, 5.0]), np.ones(n), 1, 2, 1e-9,
-        "poisson", np.random.default_rng(0),
-    )  # fmt: skip
+        slope=np.ones(n),
+        target_pi=np.full(n, 1e-9),
+        mini_batch=np.zeros(n, int),
+        order=np.arange(n),
+        length=np.array([9.0, 3.0, 7.0, 5.0]),
+        advantage=np.ones(n),
+        mini_batches=1,
+        multiple=2,
+        floor=1e-9,
+        design="poisson",
+        rng=np.random.default_rng(0),
+    )
     assert 1 in plan.kept.tolist()
     assert plan.rows_per_mini_batch == 2
     assert (plan.weight == 0).all()
