@@ -76,6 +76,11 @@ def _rows_per_mini_batch(expected: Array, available: Index, multiple: int) -> in
     return max(1, multiples) * multiple
 
 
+def _balance(pi: Array, length: Array, advantage: Array) -> Array:
+    """Return what the cube holds still besides the row count: tokens, weighted advantages, and their sizes."""
+    return np.column_stack([pi * length, advantage, np.abs(advantage)])
+
+
 def plan_completions(
     slope: Array,
     target_pi: Array,
@@ -103,7 +108,7 @@ def plan_completions(
             where that is fixed).
         floor: smallest pi of a completion with a gradient.
         design: `pivotal` and `cube` keep exactly that many rows, `cube` nearly the same number of tokens and the same
-            weighted sum of advantages besides; `poisson` keeps a random number, filled up to the largest.
+            weighted sums of advantages besides; `poisson` keeps a random number, filled up to the largest.
         rng: decides the draw.
 
     Returns:
@@ -118,7 +123,7 @@ def plan_completions(
     pi, drawn = np.zeros_like(slope), []
     for m in live:
         pi[m] = target_pi[m] if design == "poisson" else fixed_size_inclusion(slope[m], min(rows, m.size), floor)
-        balance = np.column_stack([pi[m] * length[m], advantage[m]]) if design == "cube" else None
+        balance = _balance(pi[m], length[m], advantage[m]) if design == "cube" else None
         drawn.append(m[draw(pi[m], rng, design, balance=balance)])
     if design == "poisson":
         rows = max(1, -(-max(d.size for d in drawn) // multiple)) * multiple

@@ -8,16 +8,13 @@ design two neighbours trade probability, in the cube design a few neighbours do 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from verl_dppo.pruning.cube import balanced_sample
+from verl_dppo.pruning.pivotal import pivotal_sample
+
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 DESIGNS = ("pivotal", "poisson", "cube")
-# What rounding may leave of a sum of probabilities that is an integer: it must not cost a completion its place.
-ROUNDING = 1e-9
-# A step that should end at 0 or 1 misses it by a few units in the last place.
-LAST_PLACES = 8 * np.finfo(np.float64).eps
-# A balancing variable that varies less than this in a block, relative to its size or to the others, says nothing there.
-DEPENDENT = 1e-10
 
 
 def draw(
@@ -68,9 +65,9 @@ def draw(
     if contenders.size == 0:
         return kept
     if design == "pivotal":
-        winners = _ordered_pivotal(probabilities[contenders], rng)
+        winners = pivotal_sample(probabilities[contenders], rng)
     else:
-        winners = _cube(probabilities[contenders], variables[contenders], rng)
+        winners = balanced_sample(probabilities[contenders], variables[contenders], rng)
     kept[contenders[winners]] = True
     return kept
 
@@ -93,150 +90,3 @@ def _balancing_variables(balance: ArrayLike | None, n: int) -> Array:
     if not np.isfinite(variables).all():
         raise ValueError(f"balance must be finite, got {variables[~np.isfinite(variables)][:3]}")
     return variables
-
-
-def _certain_if_rounded(probability: float) -> float:
-    """Return 0 or 1 in place of what is so but for rounding."""
-    nearest = round(probability)
-    return nearest if abs(probability - nearest) <= ROUNDING else probability
-
-
-def _running_sum(pi: Array) -> tuple[Array, Array]:
-    """Return whole and fractional part of the running sum, the fraction exact to the last places whatever n is.
-
-    The leading bits of the terms add up without rounding, and what they leave is too small to round visibly.
-    """
-    leading = np.floor(pi * 2.0**26) / 2.0**26
-    exact = np.cumsum(leading)
-    whole = np.floor(exact)
-    fraction = (exact - whole) + np.cumsum(pi - leading)
-    carry = np.floor(fraction)
-    return whole + carry, fraction - carry
-
-
-def _ordered_pivotal(pi: Array, rng: np.random.Generator) -> Index:
-    """Let each element, all in (0, 1), fight the survivor of those before it: for a place, or for what is left of one.
-
-    In a fight of a and b, a + b < 1 excludes one of the two, and the other carries a + b on; else one is kept, and the
-    other carries a + b - 1 on. What is carried is the fraction of the running sum, whoever won: the chances of all
-    fights are known beforehand, and the champion at any time is the last element that won the right to carry.
-    """
-    whole, fraction = _running_sum(pi)
-    carried = np.concatenate([[0.0], fraction[:-1]])
-    fills_a_place = np.diff(whole, prepend=0.0) > 0
-    total = carried + pi
-    champion_gets_it = np.where(fills_a_place, (1 - pi) / (2 - total), carried / total)
-    # The first element meets nobody; its random number decides at the end whether the last champion is kept.
-    champion_gets_it[0] = _certain_if_rounded(fraction[-1])
-    got_it = rng.random(pi.size) < champion_gets_it
-    carries = got_it == fills_a_place
-    carries[0] = True
-    element = np.arange(pi.size)
-    champion = np.maximum.accumulate(np.where(carries, element, 0))
-    places = np.flatnonzero(fills_a_place)
-    winners = np.where(carries[places], champion[places - 1], places)
-    return np.append(winners, champion[-1]) if got_it[0] else winners
-
-
-def _cube(pi: Array, balance: Array, rng: np.random.Generator) -> Index:
-    """Fly over the cube in blocks of neighbours, all blocks at once, and land by giving up one variable after another.
-
-    Args:
-        pi: (m,) in (0, 1).
-        balance: (m, k) balancing variables besides pi.
-        rng: decides between the two ends of every block's steps.
-    """
-    share = _shares_of_totals(pi, balance)
-    position, undecided = pi.copy(), np.arange(pi.size)
-    while undecided.size > 1:
-        # One element more than there are variables, pi among them, leaves a direction to go.
-        size = min(share.shape[0] + 2, undecided.size)
-        blocks = undecided[: undecided.size // size * size].reshape(-1, size).T
-        direction = _directions(share[:, blocks])
-        if not direction.any():
-            share = share[:-1]
-            continue
-        position[blocks] = _step(position[blocks], direction, rng)
-        undecided = undecided[(position[undecided] > 0) & (position[undecided] < 1)]
-    # The sum of all positions has stood still: the last element holds what it exceeds an integer by.
-    chance = np.array([_certain_if_rounded(p) for p in position[undecided]])
-    position[undecided] = rng.random(undecided.size) < chance
-    return np.flatnonzero(position == 1)
-
-
-def _shares_of_totals(pi: Array, balance: Array) -> Array:
-    """Return (k, m) what each element adds to each Horvitz-Thompson total when kept, every row within [-1, 1]."""
-    return _scaled(_scaled(balance.T) / np.maximum(pi, 1e-100))
-
-
-def _scaled(rows: Array) -> Array:
-    """Scale (k, elements, ...) values to a largest size of 1 over the elements; zeros stay."""
-    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-    return rows / np.where(largest > 0, largest, 1.0)
-
-
-def _directions(share: Array) -> Array:
-    """Return (size, blocks) directions along which neither the sum of pi nor the totals of a block change.
-
-    Args:
-        share: (k, size, blocks) what each of a block's elements adds to each total. A block of k + 2 always has a
-            direction, also where elements are identical or variables depend on each other; a smaller one may have
-            none, and gets zeros.
-    """
-    # The first element gives what the others take, which leaves the sum alone, exactly and whatever they take.
-    system = share[:, 1:] - share[:, :1]
-    system[np.abs(system) <= DEPENDENT] = 0.0
-    reduced, pivot = _row_reduced(_scaled(system))
-    _, others, blocks = system.shape
-    block = np.arange(blocks)
-    taken = (pivot[:, None] == np.arange(others)[:, None]).any(axis=0)
-    free = taken.argmin(axis=0)
-    direction = np.zeros((1 + others, blocks))
-    direction[1 + free, block] = 1.0
-    row, at = np.nonzero(pivot >= 0)
-    direction[1 + pivot[row, at], at] = -reduced[row, free[at], at]
-    direction[1:] *= ~taken.all(axis=0)
-    direction[0] = -direction[1:].sum(axis=0)
-    return direction
-
-
-def _row_reduced(system: Array) -> tuple[Array, Index]:
-    """Bring every block's (rows, columns) system to reduced form by Gauss-Jordan elimination, pivoting on columns.
-
-    Returns:
-        (rows, columns, blocks) reduced system, and (rows, blocks) the pivot's column, -1 where a row depends on others.
-    """
-    rows, _, blocks = system.shape
-    block, pivot = np.arange(blocks), np.full((rows, blocks), -1)
-    for i in range(rows):
-        column = np.abs(system[i]).argmax(axis=0)
-        value = system[i, column, block]
-        independent = np.abs(value) > DEPENDENT
-        lead = system[i] / np.where(independent, value, np.inf)
-        system = system - system[:, column, block][:, None] * lead
-        system[i] = lead
-        pivot[i] = np.where(independent, column, -1)
-    return system, pivot
-
-
-def _step(position: Array, direction: Array, rng: np.random.Generator) -> Array:
-    """Go from each position along its direction, or against it, to the border of the cube; the mean stays.
-
-    Args:
-        position: (size, blocks) in (0, 1).
-        direction: (size, blocks), none of them all 0.
-        rng: decides between the two ends.
-    """
-    speed = np.abs(direction)
-    with np.errstate(divide="ignore", over="ignore"):
-        to_one, to_zero = (1 - position) / speed, position / speed
-    ahead, behind = np.where(direction > 0, [to_one, to_zero], [to_zero, to_one])
-    forth, back = ahead.min(axis=0), behind.min(axis=0)
-    forward = rng.random(forth.size) < back / (forth + back)
-    moved = position + np.where(forward, forth, -back) * direction
-    first = np.where(forward, ahead.argmin(axis=0), behind.argmin(axis=0))
-    block = np.arange(forth.size)
-    moved[first, block] = (direction[first, block] > 0) == forward
-    moved[moved <= LAST_PLACES * position] = 0.0
-    moved[moved >= 1 - LAST_PLACES] = 1.0
-    return moved
