@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.resources import files
 
 PACKAGES = ("verl-dppo", "verl", "torch", "ray", "hydra-core", "TransferQueue", "tensordict", "transformers")
 OPTIONAL = ("vllm", "megatron-core", "mbridge", "flash-attn", "reasoning-gym")
@@ -61,9 +62,11 @@ def _estimator() -> str:
 def _choice() -> str:
     from hydra import compose, initialize_config_module
 
+    names = sorted(file.name[: -len(".yaml")] for file in files("verl_dppo.config").joinpath("algorithm").iterdir())
     with initialize_config_module("verl.trainer.config", version_base=None):
-        composed = compose("ppo_trainer", overrides=["algorithm=dppo"])
-    return f"composes, completion.keep={composed.algorithm.dppo.completion.keep}"
+        for name in names:
+            compose("ppo_trainer", overrides=[f"algorithm={name}"])
+    return f"{', '.join(names)} compose"
 
 
 def _cpu_mode() -> str:

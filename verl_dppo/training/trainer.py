@@ -196,7 +196,7 @@ class DPPOTrainer(PPOTrainerSync):
             full.advantage,
             full.length,
             full.sum_sq_one_minus_p,
-            actor.loss_agg_mode,
+            _agg_mode_of_policy_loss(actor),
             self._norms.model(),
             full.prompt_length,
         )
@@ -323,7 +323,7 @@ class DPPOTrainer(PPOTrainerSync):
             sum_sq_one_minus_p=np.zeros(rows.size) if surprise is None else surprise[rows],
             length=full.length[rows],
             prompt_length=full.prompt_length[rows],
-            scale=np.abs(full.advantage[rows]) * token_factor(full.length[rows], actor.loss_agg_mode),
+            scale=np.abs(full.advantage[rows]) * token_factor(full.length[rows], _agg_mode_of_policy_loss(actor)),
             magnitude=self._step.magnitude[rows],
             norm=norm,
             weight=plan.weight[rows],
@@ -380,6 +380,11 @@ class DPPOTrainer(PPOTrainerSync):
         )
         super()._log_rollout_data(everything, timing_raw, rollout_data_dir)
         _clear(dropped)
+
+
+def _agg_mode_of_policy_loss(actor: DictConfig) -> str:
+    """Return how the policy term is aggregated; verl's sapo does so in its own way, whatever the setting says."""
+    return "seq-mean-token-mean" if actor.policy_loss.get("loss_mode") == "sapo" else str(actor.loss_agg_mode)
 
 
 def _order(full: FullBatch, mini_batch: NDArray[np.int64]) -> NDArray[np.int64]:
