@@ -57,7 +57,7 @@ def test_check_names_what_is_registered_and_in_which_versions():
     result = check()
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ok    trainer.v1.trainer_mode=dppo: verl_dppo.training.trainer.DPPOTrainer" in result.stdout
-    assert "ok    algorithm=dppo: composes" in result.stdout
+    assert "ok    algorithm=dppo: dppo, dppo_dapo, dppo_dr_grpo, dppo_gspo, dppo_rloo compose" in result.stdout
     assert "\nverl 0.9" in result.stdout
 
 
