@@ -14,10 +14,12 @@ from math import comb, sqrt
 from statistics import NormalDist
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from end_to_end.conftest import DPPO, PROMPTS
 
-from verl_dppo.cpu.demo.task import write_parquet
+from verl_dppo.cpu.demo.task import problems, to_row
 from verl_dppo.pruning import plan_completions
 
 pytestmark = pytest.mark.end_to_end
@@ -148,7 +150,10 @@ def by_place(sequences, wanted):
 
 def sample(verl_run, folder, design, steps):
     """Train `steps` times on a sample of one and the same batch, and once on all of it."""
-    data = write_parquet(folder / "data", train_rows=PROMPTS, validation_rows=PROMPTS, seed=0)
+    # Short answers, of which the policy gets some right: most groups have a gradient, and steps are quick.
+    entries = islice(problems("train", 0, max_terms=4), PROMPTS)
+    rows = [to_row(entry, "train", index) for index, entry in enumerate(entries)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_REPEAT", "1")
         patch.setenv("TEST_PLANS", str(folder / "plans.jsonl"))
@@ -161,7 +166,7 @@ def sample(verl_run, folder, design, steps):
             f"algorithm.dppo.anneal_fraction={1 / (steps + 1)}",
             "actor_rollout_ref.actor.optim.lr=0",
             "actor_rollout_ref.actor.optim.weight_decay=0",
-            f"data.train_files={data['train']}",
+            f"data.train_files={folder / 'train.parquet'}",
             "data.shuffle=false",
             f"trainer.total_epochs={steps + 1}",
             steps=steps + 1,
