@@ -18,7 +18,11 @@ Report = Callable[[str], None]
 PHASES = ("gen", "dppo_prune", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 UPDATE_PHASES = ("old_log_prob", "ref", "update_actor")
 PASS_RATE = "val-core/reasoning_gym/chain_sum/acc/"
-ALGORITHMS = {"GRPO": ("algorithm.adv_estimator=grpo",), "DPPO": ("algorithm=dppo",)}
+# A number for keep, so that the comparison repeats: the budget of keep=auto follows measured times.
+ALGORITHMS = {
+    "GRPO": ("algorithm.adv_estimator=grpo",),
+    "DPPO": ("algorithm=dppo", "algorithm.dppo.completion.keep=0.6"),
+}
 
 
 @dataclass(frozen=True)
