@@ -41,7 +41,7 @@ def test_the_last_steps_are_verls_own_on_full_batches(adaptive):
 
 def test_the_budget_is_learnt_from_measured_times_and_saved(adaptive):
     budget = state_of(adaptive, 4)["budget"]
-    assert budget["steps"] == 3
+    assert budget["steps"] == 2, "the first of three pruned steps warms up"
     assert budget["keep"] == 0.6
     assert budget["rollout_seconds"] > 0
     assert budget["inflation"][0] > budget["inflation"][9] > budget["inflation"][-1]
@@ -61,4 +61,4 @@ def test_norms_the_switch_and_the_updates_resume_to_the_bit(adaptive, verl_run, 
     assert run.updates == adaptive.updates[-10:]
     assert len({update["hash"] for update in run.updates}) == 3, "parameters before and after two updates"
     assert state_of(run, 4)["norms"] == state_of(adaptive, 4)["norms"]
-    assert state_of(run, 4)["budget"]["steps"] == 3
+    assert state_of(run, 4)["budget"]["steps"] == 1, "the second step is remembered, the third is the first of this run"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from verl_dppo.pruning import fixed_size_inclusion, neyman_inclusion, score_magnitude, threshold_inclusion
+from verl_dppo.pruning import NormModel, fixed_size_inclusion, neyman_inclusion, score_magnitude, threshold_inclusion
 
 magnitudes = arrays(np.float64, st.integers(1, 60), elements=st.one_of(st.just(0.0), st.floats(1e-12, 1e12)))
 
@@ -113,3 +113,20 @@ def test_a_response_without_surprise_keeps_a_probability_and_an_empty_one_has_no
     magnitude = score_magnitude([1.0, 1.0, 1.0], [5, 5, 0], [0.0, 2.0, 0.0])
     assert magnitude[0] > 0
     assert magnitude[2] == 0
+
+
+def test_a_magnitude_that_underflows_is_not_taken_for_no_gradient():
+    magnitude = score_magnitude([1.0, 1.0, 1e-300], [9, 9, 9], [1e-300, 1.0, 1.0], norm_model=NormModel(2.5))
+    assert (magnitude > 0).all()
+    assert (neyman_inclusion(magnitude, [9, 9, 9], 0.5) >= 0.125).all()
+
+
+def test_a_magnitude_that_overflows_is_refused():
+    with pytest.raises(ValueError, match="magnitude must be finite"):
+        score_magnitude([1e300, 1.0], [9, 9], [1e300, 1.0])
+
+
+def test_a_size_that_is_no_number_of_rows_is_refused():
+    for size in (1.5, 0, 3):
+        with pytest.raises(ValueError, match="integer in"):
+            fixed_size_inclusion([1.0, 2.0], size, 0.1)

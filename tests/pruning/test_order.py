@@ -144,3 +144,16 @@ class TestSnakeOrder:
     def test_refuses_shapes_that_differ(self):
         with pytest.raises(ValueError, match="shapes"):
             snake_order(np.ones(3), np.ones(4), np.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
+def test_rows_of_a_small_integer_type_do_not_overflow(dtype):
+    row = np.array([3, 100, 120], dtype=dtype)
+    found = surprise_signature([5, 6, 7], [0.5, 0.6, 0.7], row, 128)
+    assert np.flatnonzero(found.any(axis=1)).tolist() == [3, 100, 120]
+    assert surprise_signature([], [], [], 4).shape == (4, 128)
+
+
+def test_what_is_not_finite_is_refused_by_the_chain():
+    with pytest.raises(ValueError, match="finite"):
+        chain_order([[np.nan, 1.0], [1.0, 2.0]], [1.0, -1.0], [0, 0])

@@ -1,34 +1,83 @@
 import json
 
+import numpy as np
 import pytest
 
-from verl_dppo.training.state import FILE, read_state, write_state
+from verl_dppo.pruning import KeepController, NormRecord
+from verl_dppo.training.state import FILE, load_state, save_state
 
 
-def test_what_was_written_is_read_and_a_person_can_read_it(tmp_path):
-    state = {"budget": {"keep": 0.1 + 0.2, "inflation": [0.5, 1e-17]}, "norms": {"step": []}}
-    write_state(tmp_path / "global_step_3", state)
-    found = read_state(tmp_path / "global_step_3")
-    assert {name: found[name] for name in state} == state
-    text = (tmp_path / "global_step_3" / FILE).read_text()
-    assert json.loads(text)["version"] == 1
-    assert '"inflation": [0.5, 1e-17]' in text
+def parts(seed=0):
+    """A budget and a record that a few steps have left."""
+    rng, budget, norms = np.random.default_rng(seed), KeepController(), NormRecord()
+    for step in range(6):
+        budget.observe(*rng.uniform(1, 2, 2), 100 * rng.uniform(1, 2), 0.6, rng.random(19))
+        columns = ("sum_sq_one_minus_p", "length", "prompt_length", "scale", "magnitude", "norm", "weight")
+        norms.observe(step, **{name: rng.uniform(1, 2, 3) for name in columns})
+    return {"budget": budget, "norms": norms}
+
+
+def fresh():
+    return {"budget": KeepController(), "norms": NormRecord()}
+
+
+def test_what_was_saved_is_loaded_exactly_and_a_person_can_read_it(tmp_path):
+    saved, loaded = parts(), fresh()
+    save_state(tmp_path / "global_step_3", saved)
+    assert load_state(tmp_path / "global_step_3", loaded)
+    for name, part in saved.items():
+        assert loaded[name].state_dict() == part.state_dict() != fresh()[name].state_dict()
+    lines = (tmp_path / "global_step_3" / FILE).read_text().splitlines()
+    assert '"version": 1,' in lines[2]
+    assert sum("inflation" in line for line in lines) == 1
+    assert len(lines) < 30
     assert [p.name for p in (tmp_path / "global_step_3").iterdir()] == [FILE], "a partial file was left"
 
 
-def test_a_checkpoint_without_state_is_none(tmp_path):
-    assert read_state(tmp_path) is None
+def test_a_checkpoint_without_state_leaves_the_parts_as_they_are(tmp_path):
+    loaded = fresh()
+    assert not load_state(tmp_path, loaded)
+    assert loaded["budget"].state_dict() == KeepController().state_dict()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": "verl_dppo state", "version": 2}', '{"version": 1}'])
-def test_a_file_of_another_kind_is_refused_with_the_way_out(tmp_path, text):
-    (tmp_path / FILE).write_text(text)
-    with pytest.raises(ValueError, match="resume with the version"):
-        read_state(tmp_path)
+def damaged(change):
+    state = {name: part.state_dict() for name, part in parts().items()}
+    state = {"format": "verl_dppo state", "version": 1, **state}
+    change(state)
+    return json.dumps(state).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (b"{", "JSONDecodeError"),
+        (b"[]", "TypeError"),
+        (b"\xff\xfe", "UnicodeDecodeError"),
+        (damaged(lambda s: s.update(version=2)), "format and version are"),
+        (damaged(lambda s: s.pop("format")), "format"),
+        (damaged(lambda s: s.pop("budget")), "KeyError: 'budget'"),
+        (damaged(lambda s: s["budget"].pop("keep")), "KeyError: 'keep'"),
+        (damaged(lambda s: s["budget"].update(keep=7.0)), "a keep of 7.0"),
+        (damaged(lambda s: s["budget"].update(keep=float("nan"))), "a keep of nan"),
+        (damaged(lambda s: s["budget"].update(inflation=[1.0])), "1 and 5 figures"),
+        (damaged(lambda s: s["norms"].update(norm=[1.0])), "columns of lengths"),
+        (damaged(lambda s: s["norms"]["norm"].__setitem__(0, float("inf"))), "not finite"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_its_name_and_the_way_out(tmp_path, content, names):
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(ValueError, match="resume with the version") as refusal:
+        load_state(tmp_path, fresh())
+    assert names in str(refusal.value)
+    assert str(tmp_path / FILE) in str(refusal.value)
 
 
 def test_a_crash_while_writing_leaves_the_old_state(tmp_path):
-    write_state(tmp_path, {"budget": 1})
+    class Broken:
+        def state_dict(self):
+            return {"keep": object()}
+
+    save_state(tmp_path, parts())
     with pytest.raises(TypeError):
-        write_state(tmp_path, {"budget": object()})
-    assert read_state(tmp_path)["budget"] == 1
+        save_state(tmp_path, {"budget": Broken()})
+    assert load_state(tmp_path, fresh())

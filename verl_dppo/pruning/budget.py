@@ -20,8 +20,11 @@ LARGEST_CHANGE = 0.02
 FORGETTING = 0.9
 """A step counts this much less with every later one: ten steps are remembered, about."""
 STEPS_BEFORE_MOVING = 3
-"""The first steps of a run warm up caches and compile kernels; they are not a basis for a budget."""
+CAUTION = 1.4
+"""What rho is taken times when a budget is chosen. The driver's rho is right within a factor of two or so, and a budget
+that is too small costs more than one that is too large."""
 GRID = np.linspace(0.1, 1.0, 19)
+FINE_GRID = np.linspace(0.1, 1.0, 181)
 
 
 def variance_inflation(pi: Array, magnitude: Array) -> float:
@@ -32,7 +35,8 @@ def variance_inflation(pi: Array, magnitude: Array) -> float:
     """
     live = pi > 0
     square = magnitude[live] ** 2
-    return float(((1 / pi[live] - 1) * square).sum() / square.sum()) if live.any() else 0.0
+    total = square.sum()
+    return float(((1 / pi[live] - 1) * square).sum() / total) if total > 0 else 0.0
 
 
 def inflation_curve(magnitude: Array, cost: Array, floor: float | None = None) -> Array:
@@ -83,7 +87,10 @@ class UpdateTime:
     is taken to be proportional to tokens.
     """
 
-    ORIGIN_WEIGHT = 0.02
+    # Half of the slope comes from the steps where token counts scatter by the root of this: 3 %.
+    ORIGIN_WEIGHT = 0.001
+    # The line holds as long as the model and the hardware do, and it takes many steps to tell its two parts apart.
+    FORGETTING = 0.99
 
     def __init__(self) -> None:
         """Know nothing yet."""
@@ -91,7 +98,7 @@ class UpdateTime:
 
     def observe(self, tokens: float, seconds: float) -> None:
         """Add a step: tokens that were trained on, and the seconds it took."""
-        self.sums = FORGETTING * self.sums + np.array([1, tokens, seconds, tokens**2, tokens * seconds])
+        self.sums = self.FORGETTING * self.sums + np.array([1, tokens, seconds, tokens**2, tokens * seconds])
 
     @property
     def line(self) -> tuple[float, float]:
@@ -107,7 +114,11 @@ class UpdateTime:
 
 
 class KeepController:
-    """Moves `keep` towards the best noise-equivalent speed-up, a little after each step."""
+    """Moves `keep` towards the best noise-equivalent speed-up, a little after each step.
+
+    The first step of a run, or after it is resumed, warms up caches and compiles kernels: `observe` is not to be told
+    of it.
+    """
 
     def __init__(self) -> None:
         """Start at FIRST_KEEP."""
@@ -128,7 +139,7 @@ class KeepController:
             rollout_seconds: time of generation.
             update_seconds: time of old and reference log-probs and update, as it was: on what was kept.
             tokens: tokens that these processed.
-            keep: the budget of that step, in (0, 1].
+            keep: the share of the informative tokens that the draw of that step kept in expectation, in (0, 1].
             inflation: from `inflation_curve`.
         """
         self.update_time.observe(tokens, update_seconds)
@@ -144,9 +155,9 @@ class KeepController:
     def best(self) -> float:
         """The keep with the largest S, by what was observed; f0 moves the value of S, not the best keep."""
         fixed, per_token = self.update_time.line
-        update = fixed + per_token * self.tokens_per_keep / self.weight * GRID
-        paid = (self.rollout_seconds / self.weight + update) * (1 + self.inflation / self.weight)
-        return float(GRID[np.argmin(paid)])
+        update = fixed + per_token * self.tokens_per_keep / self.weight * FINE_GRID
+        rho = CAUTION * np.interp(FINE_GRID, GRID, self.inflation / self.weight)
+        return float(FINE_GRID[np.argmin((self.rollout_seconds / self.weight + update) * (1 + rho))])
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on, as plain numbers and lists."""
@@ -164,7 +175,7 @@ class KeepController:
         """Continue from `state_dict`.
 
         Raises:
-            ValueError: another grid of budgets than this version's.
+            ValueError: another grid of budgets than this version's, or figures that no run could have left.
         """
         inflation = np.array(state["inflation"], dtype=np.float64)
         sums = np.array(state["update_time_sums"], dtype=np.float64)
@@ -172,6 +183,9 @@ class KeepController:
             raise ValueError(
                 f"the saved budget has {inflation.size} and {sums.size} figures, this version reads {GRID.size} and 5"
             )
+        numbers = [float(state[name]) for name in ("keep", "weight", "rollout_seconds", "tokens_per_keep")]
+        if not np.isfinite([*numbers, *sums, *inflation]).all() or not LOWEST_KEEP <= numbers[0] <= HIGHEST_KEEP:
+            raise ValueError(f"the saved budget has a keep of {numbers[0]}, or figures that are not finite")
         self.keep, self.steps, self.weight = float(state["keep"]), int(state["steps"]), float(state["weight"])
         self.rollout_seconds, self.tokens_per_keep = float(state["rollout_seconds"]), float(state["tokens_per_keep"])
         self.update_time.sums, self.inflation = sums, inflation

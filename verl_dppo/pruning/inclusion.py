@@ -53,7 +53,7 @@ def score_magnitude(
         (n,) float64, 0 where the advantage is 0 or the response is empty.
 
     Raises:
-        ValueError: unknown mode, shapes that differ, or values that are not finite.
+        ValueError: unknown mode, shapes that differ, or values that are not finite, the magnitudes among them.
     """
     tokens = _vector("length", length)
     size = np.abs(np.asarray(advantage, dtype=np.float64))
@@ -65,8 +65,11 @@ def score_magnitude(
         surprise = np.maximum(surprise, smallest if np.isfinite(smallest) else 1.0)
         model = NormModel() if norm_model is None else norm_model
         prompt = np.ones_like(tokens) if prompt_length is None else _vector("prompt_length", prompt_length, tokens.size)
-        magnitude = magnitude * model.norm(surprise, np.maximum(tokens, 1.0), np.maximum(prompt, 1.0))
-    return np.where(tokens > 0, magnitude, 0.0)
+        with np.errstate(over="ignore"):
+            magnitude = magnitude * model.norm(surprise, np.maximum(tokens, 1.0), np.maximum(prompt, 1.0))
+    # What underflows still has a gradient, and 0 would say that it has none.
+    live = (tokens > 0) & (size > 0)
+    return _vector("magnitude", np.where(live, np.maximum(magnitude, np.finfo(np.float64).tiny), 0.0))
 
 
 def token_factor(length: Array, loss_agg_mode: str) -> Array:
@@ -89,7 +92,7 @@ def threshold_inclusion(score: ArrayLike, group: ArrayLike, rate: float, rtol: f
 
     Args:
         score: (n,) score of each completion, e.g. |A|.
-        group: (n,) any labels; completions of one prompt share one.
+        group: (n,) labels that can be sorted; completions of one prompt share one.
         rate: in [0, 1), the probability that a below-mean completion is dropped.
         rtol: a score counts as below the mean only if it is so by more than this fraction. Without it, when half of a
             group is right, every |A| equals the mean and float rounding decides.
@@ -193,8 +196,10 @@ def fixed_size_inclusion(magnitude: ArrayLike, size: int, floor: float) -> Array
     norms = _vector("magnitude", magnitude)
     if norms.size == 0 and size == 0:
         return norms
-    if not 1 <= size <= norms.size:
-        raise ValueError(f"size={size} must be in [1, {norms.size}], the number of completions with a gradient")
+    if size != int(size) or not 1 <= size <= norms.size:
+        raise ValueError(
+            f"size={size} must be an integer in [1, {norms.size}], the number of completions with a gradient"
+        )
     if (norms == 0).any() or not 0 < floor <= 1:
         raise ValueError(f"every magnitude and the floor must be > 0, got {norms.min()} and {floor}")
     if size == norms.size:

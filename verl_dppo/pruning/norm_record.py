@@ -32,7 +32,7 @@ class NormRecord:
         Those whose norm or magnitude is not a positive number are left out: they have no logarithm to compare.
         """
         new = {name: np.asarray(columns[name], dtype=np.float64) for name in COLUMNS if name != "step"}
-        usable = np.isfinite(new["norm"]) & (new["norm"] > 0) & (new["magnitude"] > 0)
+        usable = np.all([np.isfinite(new[name]) & (new[name] > 0) for name in ("norm", "magnitude")], axis=0)
         new["step"] = np.full(usable.size, float(step))
         for name in COLUMNS:
             self.columns[name] = np.concatenate([self.columns[name], new[name][usable]])[-self.window :]
@@ -86,4 +86,6 @@ class NormRecord:
         columns = {name: np.array(state[name], dtype=np.float64) for name in COLUMNS}
         if len({column.size for column in columns.values()}) != 1:
             raise ValueError(f"the saved norms have columns of lengths {[column.size for column in columns.values()]}")
+        if not all(np.isfinite(column).all() for column in columns.values()):
+            raise ValueError("the saved norms hold values that are not finite")
         self.columns = {name: column[-self.window :] for name, column in columns.items()}

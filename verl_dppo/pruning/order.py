@@ -43,7 +43,7 @@ def surprise_signature(token: ArrayLike, surprise: ArrayLike, row: ArrayLike, n:
     Raises:
         ValueError: shapes that differ, `dims` below 1, or rows outside [0, n).
     """
-    ids, values, rows = np.asarray(token), np.asarray(surprise), np.asarray(row)
+    ids, values, rows = np.asarray(token), np.asarray(surprise, dtype=np.float64), np.asarray(row, dtype=np.int64)
     if ids.ndim != 1 or ids.shape != values.shape or ids.shape != rows.shape:
         raise ValueError(f"token, surprise and row have shapes {ids.shape}, {values.shape} and {rows.shape}, not (T,)")
     if dims < 1:
@@ -74,10 +74,12 @@ def chain_order(signature: ArrayLike, advantage: ArrayLike, group: ArrayLike) ->
         (n,) int64 permutation.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or values that are not finite.
     """
     features, sign = np.asarray(signature, dtype=np.float32), np.sign(np.asarray(advantage, dtype=np.float32))
     label = np.asarray(group)
+    if not (np.isfinite(features).all() and np.isfinite(sign).all()):
+        raise ValueError("signature and advantage must be finite")
     if features.ndim != 2 or sign.shape != features.shape[:1] or label.shape != sign.shape:
         raise ValueError(f"signature, advantage, group have shapes {features.shape}, {sign.shape} and {label.shape}")
     by_group = np.argsort(label, kind="stable")

@@ -97,8 +97,9 @@ def plan_completions(
     """Draw the completions of one step, with the same number of rows in every mini-batch.
 
     Args:
-        slope: (n,) what pi should be proportional to; 0 for a completion without a gradient, which can only fill up.
-        target_pi: (n,) the rule's own pi under its budget; its sums set the row count.
+        slope: (n,) what pi should be proportional to, > 0 where `target_pi` is.
+        target_pi: (n,) the rule's own pi under its budget; its sums set the row count. 0 for a completion without a
+            gradient, which can only fill up.
         mini_batch: (n,) from `deal_mini_batches`, fixed before the draw.
         order: (n,) permutation that puts alike completions side by side, for the pivotal draw.
         length: (n,) response tokens; fillers are the shortest.
@@ -115,7 +116,7 @@ def plan_completions(
         The plan. Its padding stays below `mini_batches * multiple`, and is 0 while fillers last.
     """
     members = [order[mini_batch[order] == k] for k in range(mini_batches)]
-    live = [m[slope[m] > 0] for m in members]
+    live = [m[target_pi[m] > 0] for m in members]
     available = np.array([m.size for m in live], dtype=np.int64)
     expected = np.array([target_pi[m].sum() for m in live])
     rows = _rows_per_mini_batch(expected, available, multiple)
@@ -132,7 +133,7 @@ def plan_completions(
     chosen, padding = [], []
     for m, d in zip(members, drawn, strict=True):
         weight[d] = 1 / pi[d]
-        idle = m[slope[m] == 0]
+        idle = m[target_pi[m] == 0]
         if d.size == 0 and idle.size == 0:  # independent draws may leave nothing, and padding copies a row
             idle = m
         fillers = idle[np.argsort(length[idle], kind="stable")][: rows - d.size]

@@ -64,19 +64,26 @@ def update_seconds(timing: Mapping[str, float]) -> float:
     return sum(timing.get(phase, 0.0) for phase in SHORTENED_PHASES) - timing.get("dppo_probe", 0.0)
 
 
-def saved_time(timing: Mapping[str, float], saved: float, rho: float) -> dict[str, float]:
+def saved_time(
+    timing: Mapping[str, float], saved_tokens: float, trained_tokens: float, per_token: float, rho: float
+) -> dict[str, float]:
     """Tell what pruning saved in this step, in plain time and with the added noise paid for.
 
     Args:
         timing: seconds of each phase of this step, as verl names them.
-        saved: seconds that the full batch would have cost more, as estimated.
+        saved_tokens: tokens that log-probs and update did not process.
+        trained_tokens: tokens that they did.
+        per_token: seconds for each of them as earlier steps show; 0 where they do not yet.
         rho: the variance inflation.
 
     Returns:
         `seconds_saved`; `time_ratio`, full step over this one; `noise_equivalent_speedup`, the same when the noise is
         averaged away by more prompts: 1 / ((s + t keep)(1 + rho) + f0) with the shares of rollout, update and the rest.
+        No token is taken to cost more than the mean of those that were processed.
     """
     update = update_seconds(timing)
+    mean = update / trained_tokens if trained_tokens else 0.0
+    saved = saved_tokens * min(per_token or mean, mean)
     step, rollout = timing["step"], timing.get("gen", 0.0)
     rest = max(step - rollout - update, 0.0)
     return {

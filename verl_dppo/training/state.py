@@ -4,19 +4,30 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 FILE = "dppo.json"
 FORMAT, VERSION = "verl_dppo state", 1
 
 
-def write_state(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write the state into a checkpoint folder; a crash on the way leaves no half of a file.
+class Stateful(Protocol):
+    """A part of the run that a checkpoint holds: its state is plain numbers, strings, lists and mappings."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; ValueError, KeyError or TypeError where it is none."""
+
+
+def save_state(folder: str | os.PathLike[str], parts: Mapping[str, Stateful]) -> None:
+    """Write the state of the parts into a checkpoint folder; a crash on the way leaves no half of a file.
 
     Args:
         folder: the checkpoint's folder, made where it is not there yet.
-        state: plain numbers, strings, lists and mappings.
+        parts: by the names under which they are read again.
     """
+    state = {name: part.state_dict() for name, part in parts.items()}
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -33,21 +44,26 @@ def _readable(value: Any, indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def read_state(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read what `write_state` wrote; None where the folder has no such file, as after a run without DPPO.
+def load_state(folder: str | os.PathLike[str], parts: Mapping[str, Stateful]) -> bool:
+    """Let the parts continue from what `save_state` wrote.
+
+    Returns:
+        Whether the folder has such a file; a checkpoint of a run without DPPO has none.
 
     Raises:
-        ValueError: a file of another format or version, or one that is no JSON.
+        ValueError: a file of another format or version, one that is not readable, or states that the parts refuse.
     """
     path = Path(folder) / FILE
     if not path.exists():
-        return None
-    way_out = "resume with the version of verl_dppo that wrote it, or delete the file to start its estimates afresh"
+        return False
     try:
         state = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not readable: {error}; {way_out}") from error
-    found = (state.get("format"), state.get("version")) if isinstance(state, dict) else (None, None)
-    if found != (FORMAT, VERSION):
-        raise ValueError(f"{path} has format and version {found}, this is {(FORMAT, VERSION)}; {way_out}")
-    return state
+        found = (state["format"], state["version"])
+        if found != (FORMAT, VERSION):
+            raise ValueError(f"its format and version are {found}, not {(FORMAT, VERSION)}")
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except (ValueError, KeyError, TypeError) as error:
+        way_out = "resume with the version of verl_dppo that wrote it, or delete the file to start its estimates afresh"
+        raise ValueError(f"{path} cannot be used: {type(error).__name__}: {error}; {way_out}") from error
+    return True

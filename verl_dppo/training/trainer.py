@@ -43,7 +43,7 @@ from verl_dppo.training.loss import BATCH_NUM_TOKENS, WEIGHT, dppo_loss
 from verl_dppo.training.metrics import plan_metrics, rename_metrics_of_kept_rows, saved_time, update_seconds
 from verl_dppo.training.probe import MEASURED, NORM, ProbingWorker
 from verl_dppo.training.refusals import check_run, rows_multiple
-from verl_dppo.training.state import read_state, write_state
+from verl_dppo.training.state import Stateful, load_state, save_state
 from verl_dppo.training.transform import (
     FullBatch,
     in_submission_order,
@@ -69,7 +69,6 @@ class _Step:
     full: FullBatch
     plan: CompletionPlan
     magnitude: NDArray[np.float64]
-    keep: float
     row_of_key: dict[str, int]
     dropped: KVBatchMeta
     metrics: dict[str, float]
@@ -99,6 +98,8 @@ class DPPOTrainer(PPOTrainerSync):
         self._weighted = False
         self._budget = KeepController()
         self._norms = NormRecord()
+        self._remembered: dict[str, Stateful] = {"budget": self._budget, "norms": self._norms}
+        self._warm = False
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
@@ -121,7 +122,7 @@ class DPPOTrainer(PPOTrainerSync):
         """Add what the next step depends on to verl's checkpoint, before verl marks it as complete."""
         if self.dppo.prunes_completions:
             folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-            write_state(folder, {"budget": self._budget.state_dict(), "norms": self._norms.state_dict()})
+            save_state(folder, self._remembered)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -131,12 +132,8 @@ class DPPOTrainer(PPOTrainerSync):
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         if self.config.trainer.resume_mode == "resume_path":
             folder = self.config.trainer.resume_from_path
-        state = read_state(folder)
-        if state is None:
+        if not load_state(folder, self._remembered):
             logger.warning("%s holds no state of DPPO: its budget and norm model start afresh", folder)
-            return
-        self._budget.load_state_dict(state["budget"])
-        self._norms.load_state_dict(state["norms"])
 
     # ---- submission -------------------------------------------------------------------------------------------------
 
@@ -183,7 +180,7 @@ class DPPOTrainer(PPOTrainerSync):
             _clear(dropped)
         figures = plan_metrics(full, plan, magnitude)
         row_of_key = {key: row for row, key in enumerate(batch.keys)}
-        self._step = _Step(full, plan, magnitude, keep, row_of_key, dropped, figures)
+        self._step = _Step(full, plan, magnitude, row_of_key, dropped, figures)
         metrics.update(figures | balance)
         if self.dppo.completion.rule == "neyman":
             metrics["dppo/keep"] = keep
@@ -332,11 +329,16 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _learn(self, step: _Step, timing: dict[str, float]) -> None:
         """Hand the measured times and the curve of rho of a finished step to the budget of the next."""
-        full, settings = step.full, self.dppo.completion
+        if not self._warm:  # the first step of a process loads and compiles; it says nothing of the others
+            self._warm = True
+            return
+        full, settings, pi = step.full, self.dppo.completion, step.plan.pi
         tokens, seconds = float(full.sequence_length[step.plan.kept].sum()), update_seconds(timing)
-        if settings.rule == "neyman" and step.magnitude.any():
+        if settings.rule == "neyman" and pi.any():
+            # With few rows this is not the budget: they come in whole multiples of the ranks.
+            keep = float((pi * full.length).sum() / full.length[pi > 0].sum())
             curve = inflation_curve(step.magnitude, full.length, settings.floor)
-            self._budget.observe(timing["gen"], seconds, tokens, step.keep, curve)
+            self._budget.observe(timing["gen"], seconds, tokens, keep, curve)
         else:
             self._budget.update_time.observe(tokens, seconds)
 
@@ -361,10 +363,11 @@ class DPPOTrainer(PPOTrainerSync):
         proto = DataProto(batch=lengths, meta_info={"global_token_num": full.sequence_length.tolist()})
         metrics.update(compute_timing_metrics(proto, timing_raw))
         metrics.update(compute_throughout_metrics(proto, timing_raw, self._get_n_gpus_for_throughput()))
-        trained = self._step.plan.kept
-        tokens = float(full.sequence_length.sum() - full.sequence_length[trained].sum())
-        saved = tokens * self._budget.update_time.line[1]
-        metrics.update(saved_time(timing_raw, saved, self._step.metrics["dppo/variance_inflation"]))
+        whole = float(full.sequence_length.sum())
+        saved_tokens = whole - float(full.sequence_length[self._step.plan.kept].sum())
+        per_token = self._budget.update_time.line[1]
+        rho = self._step.metrics["dppo/variance_inflation"]
+        metrics.update(saved_time(timing_raw, saved_tokens, whole - saved_tokens, per_token, rho))
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict, rollout_data_dir: str) -> None:
         """Dump the full batch: dropped completions stayed in the queue for it."""
