@@ -22,9 +22,10 @@ from end_to_end.conftest import DPPO, PROMPTS
 from verl_dppo.cpu.demo.task import problems, to_row
 from verl_dppo.pruning import plan_completions
 
-pytestmark = pytest.mark.end_to_end
+# A step takes a second or two, the start a minute: pivotal-24 takes two minutes, each of the others eight.
+pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
 
-LONG = 256
+SHORT, LONG = 24, 256
 DESIGNS = ("poisson", "pivotal", "cube")
 DIRECTIONS = 32
 SIMULATED_DRAWS, SIMULATED_RUNS = 20_000, 10_000
@@ -200,7 +201,7 @@ def sample(verl_run, folder, design, steps):
 
 @pytest.fixture(
     scope="module",
-    params=[("pivotal", 24), *(pytest.param((design, LONG), marks=pytest.mark.long) for design in DESIGNS)],
+    params=[("pivotal", SHORT), *((design, LONG) for design in DESIGNS)],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def drawn(request, verl_run, tmp_path_factory):
@@ -252,7 +253,6 @@ def binomial_tails(times, steps, pi):
 def test_the_weight_of_each_completion_is_1_on_average(drawn):
     """It is kept as often as its probability says, by the binomial distribution, and then weighs 1 / pi."""
     times = (drawn.weight > 0).sum(axis=0)
-    assert times[drawn.pi > 0].all(), "a completion with a gradient that was never kept"
     for kept, total, pi in zip(times, drawn.weight.sum(axis=0), drawn.pi, strict=True):
         assert total == pytest.approx(kept / pi if pi else 0)
         assert min(binomial_tails(int(kept), len(drawn.weight), pi)) > FALSE_ALARM / (2 * len(times))
