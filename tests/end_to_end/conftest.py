@@ -83,7 +83,7 @@ def verl_run(data, tmp_path_factory):
             f"hydra.run.dir={folder / 'hydra'}",
             *overrides,
         ]
-        result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+        result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1800)
         output = result.stdout + result.stderr
         (folder / "output.log").write_text(output)
         assert not check or result.returncode == 0, output[-6000:]
