@@ -30,9 +30,11 @@ class Batch:
     """P prompts with C completions each, of which the first G are the batch; n = P * G rows, prompt by prompt.
 
     Attributes:
-        all_reward, all_length: (P, C) reward and response tokens of all completions.
+        all_reward, all_length, all_surprise: (P, C) reward, response tokens, and sum over these of (1 - p_t)^2, of all
+            completions.
+        prompt_length: (P,) tokens of the prompts.
         prompt_gram: (P, C, C) inner products of the scores inside each prompt.
-        reward, length, surprise: (P, G) of the batch; surprise is the sum over the tokens of (1 - p_t)^2.
+        reward, length, surprise: (P, G) of the batch.
         previous: (P, C) rewards under an older policy.
         gram: (n, n) inner products of the scores.
         signature: (n, d) surprise per token id, or None where the file has no tokens.
@@ -40,6 +42,8 @@ class Batch:
 
     all_reward: Array
     all_length: Array
+    all_surprise: Array
+    prompt_length: Array
     prompt_gram: Array
     reward: Array
     length: Array
@@ -105,6 +109,7 @@ def load(path: Path, completions: int) -> Batch:
     """
     data = dict(np.load(path))
     reward, length = data["reward"].astype(float), data["response_length"].astype(float)
+    surprise = data["sum_sq_one_minus_p"].astype(float)
     prompts, available = reward.shape
     if "score_gram" in data:
         full = data["score_gram"].astype(float)
@@ -121,10 +126,12 @@ def load(path: Path, completions: int) -> Batch:
     return Batch(
         all_reward=reward,
         all_length=length,
+        all_surprise=surprise,
+        prompt_length=data["prompt_length"].astype(float),
         prompt_gram=prompt_gram,
         reward=reward[:, :completions],
         length=length[:, :completions],
-        surprise=data["sum_sq_one_minus_p"].astype(float)[:, :completions],
+        surprise=surprise[:, :completions],
         previous=data["reward_previous_epoch"].astype(float),
         gram=full[np.ix_(rows, rows)],
         signature=_signature(data)[rows] if "token" in data else None,

@@ -13,24 +13,33 @@ Averaging over k kept rows of n instead of dividing by n makes a longer step, an
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import published_rules as rules
-from measured_batch import MODES, Array, Batch, Quality, Weights, batch_noise, load, quality, rollout_noise
+from automatic_budget import COPIES, DEFAULT_KEEP, GRID, REST, ROLLOUT_SHARES, settle, table
+from measured_batch import (
+    MODES,
+    Array,
+    Batch,
+    Quality,
+    Weights,
+    advantages,
+    batch_noise,
+    load,
+    quality,
+    rollout_noise,
+)
 
-from verl_dppo.pruning import draw, neyman_inclusion, score_magnitude
+from verl_dppo.pruning import NormModel, NormRecord, draw, neyman_inclusion, score_magnitude, token_factor
 from verl_dppo.pruning.order import chain_order, snake_order
 
-COPIES = Path(__file__).resolve().parents[1] / "tests" / "data" / "policy-gradients"
 KEEPS = (0.7, 0.5, 0.3, 0.15)
 RATES = (0.5, 0.7, 0.9)
 DRAWS = {"pivotal": 2000, "cube": 400}
-ROLLOUT_SHARES = (0.3, 0.5, 0.65, 0.8)
-REST = 0.05
-DEFAULT_KEEP = 0.6
-GRID = np.linspace(0.15, 1.0, 86)
+STEPS = 200
+PROBES, PROBED, PROBE_SEEDS = 16, 8, 5
 
 
 def slopes(batch: Batch, mode: str) -> dict[str, Array]:
@@ -87,12 +96,6 @@ def orders(batch: Batch) -> dict[str, Array]:
     if batch.signature is not None:
         found["chain of surprise"] = chain_order(batch.signature, batch.advantage, batch.group)
     return found
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def figure(value: float) -> str:
@@ -200,15 +203,18 @@ def speed_up(batch: Batch, keep: float | Array, rho: float | Array, rollout: flo
 
 
 def noise_equivalent(batch: Batch, mode: str) -> str:
-    """Return S at the default, at the automatic and at the best fixed keep, and for dropping constant groups alone."""
+    """Return S at the default, at the automatic and at the best fixed keep, and for dropping constant groups alone.
+
+    The automatic one is where the controller stands after STEPS steps.
+    """
     noise = rollout_noise(batch, mode, np.random.default_rng(0))
-    seen = np.array([driver_rho(batch, mode, keep) for keep in GRID])
     true = np.array([poisson_variance(batch, mode, inclusion(batch, mode, OURS, keep)) / noise for keep in GRID])
     thresholds = [quality(batch, rules.threshold(batch, rate), mode) for rate in RATES]
     rows = []
     for share in ROLLOUT_SHARES:
         value = speed_up(batch, GRID, true, share)
-        auto = int(np.argmax(speed_up(batch, GRID, seen, share)))
+        auto = settle(batch, mode, share, fixed=0.0, steps=STEPS, seed=0, prompts=False)
+        reached = float(np.interp(auto, GRID, value))
         best, default = int(np.argmax(value)), int(np.abs(GRID - DEFAULT_KEEP).argmin())
         rival = max(speed_up(batch, found.kept, found.variance / noise, share) for found in thresholds)
         rows.append(
@@ -217,9 +223,9 @@ def noise_equivalent(batch: Batch, mode: str) -> str:
                 f"{value[-1]:.3f}",
                 f"{rival:.3f}",
                 f"{value[default]:.3f}",
-                f"{value[auto]:.3f} at {GRID[auto]:.2f}",
+                f"{reached:.3f} at {auto:.2f}",
                 f"{value[best]:.3f} at {GRID[best]:.2f}",
-                f"{value[auto] / value[default]:.3f}",
+                f"{reached / value[default]:.3f}",
             ]
         )
     head = [
@@ -234,9 +240,67 @@ def noise_equivalent(batch: Batch, mode: str) -> str:
     return table(head, rows)
 
 
+def probed_model(batch: Batch, mode: str, seed: int) -> NormModel:
+    """Return the norm model after PROBES probes, as the trainer makes them, of completions that are not in the batch.
+
+    The second group of each prompt is pruned at DEFAULT_KEEP; of what is drawn, PROBED completions are measured.
+    """
+    rng, record = np.random.default_rng(seed), NormRecord()
+    other = slice(batch.completions, 2 * batch.completions)
+    norm = np.sqrt(np.einsum("qii->qi", batch.prompt_gram))[:, other].ravel()
+    advantage = advantages(batch.all_reward[:, other]).ravel()
+    length, surprise = batch.all_length[:, other].ravel(), batch.all_surprise[:, other].ravel()
+    prompt_length = batch.prompt_length[batch.group]
+    scale = np.abs(advantage) * token_factor(length, mode)
+    for step in range(PROBES):
+        magnitude = score_magnitude(advantage, length, surprise, mode, record.model(), prompt_length)
+        pi = neyman_inclusion(magnitude, length, DEFAULT_KEEP)
+        drawn = rng.permutation(np.flatnonzero(draw(pi, rng, "poisson")))[:PROBED]
+        record.observe(
+            step,
+            sum_sq_one_minus_p=surprise[drawn],
+            length=length[drawn],
+            prompt_length=prompt_length[drawn],
+            scale=scale[drawn],
+            magnitude=magnitude[drawn],
+            norm=(scale * norm)[drawn],
+            weight=1 / pi[drawn],
+        )
+    return record.model()
+
+
+def fitted_norms(batch: Batch, mode: str) -> str:
+    """Return the variance of ours with norms fitted from probes, over that with u^1.25 and over that of true norms."""
+    if batch.all_reward.shape[1] < 2 * batch.completions:
+        return "There are no completions besides those of the batch to probe."
+    models = [probed_model(batch, mode, seed) for seed in range(PROBE_SEEDS)]
+    prompt_length = batch.prompt_length[batch.group]
+    means, worst, over_oracle = [], [], []
+    for keep in KEEPS:
+        variances = []
+        for model in models:
+            magnitude = score_magnitude(
+                batch.advantage, batch.tokens, batch.surprise.ravel(), mode, model, prompt_length
+            )
+            variances.append(poisson_variance(batch, mode, neyman_inclusion(magnitude, batch.tokens, keep)))
+        ours, oracle = (poisson_variance(batch, mode, inclusion(batch, mode, name, keep)) for name in (OURS, ORACLE))
+        means.append(f"{np.mean(variances) / ours:.2f}")
+        worst.append(f"{max(variances) / ours:.2f}")
+        over_oracle.append(f"{np.mean(variances) / oracle:.2f} (u^1.25: {ours / oracle:.2f})")
+    powers = np.array([(model.surprise, model.length, model.prompt) for model in models])
+    spread = ", ".join(
+        f"{name} {low:.2f} to {high:.2f}"
+        for name, low, high in zip(("u", "length", "prompt length"), powers.min(0), powers.max(0), strict=True)
+    )
+    rows = [["over u^1.25, mean", *means], ["over u^1.25, worst", *worst], ["over the oracle, mean", *over_oracle]]
+    text = f"{PROBES} probes of {PROBED}, {PROBE_SEEDS} seeds; powers of {spread}.\n\n"
+    return text + table(["variance with fitted norms", *(f"kept {keep:g}" for keep in KEEPS)], rows)
+
+
 SECTIONS: dict[str, Callable[[Batch, str], str]] = {
     "Unbiased rules at equal budgets": unbiased_rules,
     "The threshold rule at its own kept share": against_threshold,
+    "Norms fitted from probes": fitted_norms,
     "Biased rules": biased_rules,
     "The noise that pruning adds": added_noise,
     "Noise-equivalent speed-up": noise_equivalent,
