@@ -33,7 +33,7 @@ def trained(rollout, per_token, steps=80, controller=None, tokens=1000.0, fixed=
 
 
 def speedup(keep, rollout, update, curve, fixed=0.0):
-    rho = np.interp(keep, GRID, curve)
+    rho = np.exp(np.interp(keep, GRID, np.log(np.maximum(curve, 1e-9))))
     return (rollout + fixed + update) / ((rollout + fixed + update * keep) * (1 + rho))
 
 

@@ -87,8 +87,8 @@ class UpdateTime:
     is taken to be proportional to tokens.
     """
 
-    # Half of the slope comes from the steps where token counts scatter by the root of this: 3 %.
-    ORIGIN_WEIGHT = 0.001
+    # Half of the slope comes from the steps where token counts scatter by the root of this: 2.2 %.
+    ORIGIN_WEIGHT = 0.0005
     # The line holds as long as the model and the hardware do, and it takes many steps to tell its two parts apart.
     FORGETTING = 0.99
 
@@ -156,7 +156,9 @@ class KeepController:
         """The keep with the largest S, by what was observed; f0 moves the value of S, not the best keep."""
         fixed, per_token = self.update_time.line
         update = fixed + per_token * self.tokens_per_keep / self.weight * FINE_GRID
-        rho = CAUTION * np.interp(FINE_GRID, GRID, self.inflation / self.weight)
+        # rho falls by orders of magnitude along the grid: its logarithm is what is smooth.
+        seen = np.log(np.maximum(self.inflation / self.weight, 1e-9))
+        rho = CAUTION * np.exp(np.interp(FINE_GRID, GRID, seen))
         return float(FINE_GRID[np.argmin((self.rollout_seconds / self.weight + update) * (1 + rho))])
 
     def state_dict(self) -> dict[str, Any]:
