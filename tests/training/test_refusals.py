@@ -107,6 +107,8 @@ def test_a_fixed_micro_batch_that_does_not_divide_is_refused():
         ("override_transformer_config.moe_aux_loss_coeff", 0.01),
         ("override_transformer_config.moe_z_loss_coeff", 0.01),
         ("override_transformer_config.moe_router_load_balancing_type", "aux_loss"),
+        ("override_transformer_config.moe_expert_capacity_factor", 1.25),
+        ("override_transformer_config.moe_router_enable_expert_bias", True),
         ("dynamic_context_parallel", True),
         ("virtual_pipeline_model_parallel_size", 2),
     ],

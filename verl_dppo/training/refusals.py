@@ -187,6 +187,9 @@ def _of_megatron(config: DictConfig) -> Iterator[RefusedSettingError]:
     balancing = f"{transformer}.moe_router_load_balancing_type"
     if _select(config, balancing, "none") != "none":
         yield refuse(balancing, _select(config, balancing), outside, f"set {balancing}=none")
+    coupled = "what happens to a token would depend on the other rows that are kept"
+    for name, off in (("moe_expert_capacity_factor", "null"), ("moe_router_enable_expert_bias", "false")):
+        yield from _switch(config, f"{transformer}.{name}", coupled, f"set {transformer}.{name}={off}")
     untested = "DPPO was not tested with it"
     for name, off in (("dynamic_context_parallel", "false"), ("virtual_pipeline_model_parallel_size", "null")):
         yield from _switch(config, f"{ACTOR}.megatron.{name}", untested, f"set {ACTOR}.megatron.{name}={off}")
