@@ -84,7 +84,7 @@ def test_a_config_of_ones_own_takes_the_choice_with_a_plus(tmp_path):
     result = main_ppo("--config-path", str(tmp_path), "--config-name", "mine", "+algorithm=dppo", "--cfg", "job")
     config = OmegaConf.create(result.stdout)
     assert config.trainer.project_name == "mine"
-    assert config.algorithm.dppo.completion.keep == 0.6
+    assert config.algorithm.dppo.completion.keep == "auto"
     with initialize_config_dir(str(tmp_path), version_base=None):
         assert compose("mine", overrides=["+algorithm=dppo"]).trainer.v1.trainer_mode == "dppo"
 
