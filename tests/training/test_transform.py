@@ -104,7 +104,8 @@ def test_saved_time_by_hand():
     """A step of 10 s, 4 of rollout and 3 of update and another of a probe, on half of the tokens, 10 % noisier."""
     timing = {"step": 10.0, "gen": 4.0, "old_log_prob": 1.0, "update_actor": 3.0, "dppo_probe": 1.0}
     assert saved_time(timing, 100, 100, per_token=0.02, rho=0.1)["dppo/seconds_saved"] == pytest.approx(2)
-    assert saved_time(timing, 100, 100, per_token=0.0, rho=0.1)["dppo/seconds_saved"] == pytest.approx(3)
+    assert saved_time(timing, 100, 100, per_token=None, rho=0.1)["dppo/seconds_saved"] == pytest.approx(3)
+    assert saved_time(timing, 100, 100, per_token=0.0, rho=0.1)["dppo/seconds_saved"] == 0
     assert saved_time(timing, 0, 0, per_token=0.02, rho=0.1)["dppo/seconds_saved"] == 0
     saved = saved_time(timing, 100, 100, per_token=0.5, rho=0.1)
     assert saved["dppo/seconds_saved"] == pytest.approx(3), "a token costs the mean at most"

@@ -33,10 +33,11 @@ def variance_inflation(pi: Array, magnitude: Array) -> float:
     The formula is that of independent draws, with magnitudes in place of gradient norms. Completions with pi = 0 have
     no gradient and do not count.
     """
-    live = pi > 0
-    square = magnitude[live] ** 2
-    total = square.sum()
-    return float(((1 / pi[live] - 1) * square).sum() / total) if total > 0 else 0.0
+    live = (pi > 0) & (magnitude > 0)
+    if not live.any():
+        return 0.0
+    square = (magnitude[live] / magnitude[live].max()) ** 2
+    return float(((1 / pi[live] - 1) * square).sum() / square.sum())
 
 
 def inflation_curve(magnitude: Array, cost: Array, floor: float | None = None) -> Array:
@@ -56,7 +57,7 @@ def inflation_curve(magnitude: Array, cost: Array, floor: float | None = None) -
     live = magnitude > 0
     if not live.any():
         return np.zeros(GRID.size)
-    m, c = magnitude[live], np.maximum(cost[live], np.finfo(float).tiny)
+    m, c = magnitude[live] / magnitude[live].max(), np.maximum(cost[live], np.finfo(float).tiny)
     slope = np.maximum(m / np.sqrt(c) / (m / np.sqrt(c)).max(), 1e-100)
     order = np.argsort(slope)
     slope, c, square = slope[order], c[order], m[order] ** 2
@@ -80,6 +81,13 @@ def inflation_curve(magnitude: Array, cost: Array, floor: float | None = None) -
     return np.maximum((1 / lowest - 1) * energy[at_floor] + between, 0.0) / energy[-1]
 
 
+def _between_knots(curve: Array) -> Array:
+    """Return rho on FINE_GRID. It falls by orders of magnitude: its logarithm is smooth, but for the last piece."""
+    by_logarithm = np.exp(np.interp(FINE_GRID, GRID, np.log(np.maximum(curve, 1e-12))))
+    in_last_piece = GRID[-2] < FINE_GRID
+    return np.where(in_last_piece, np.interp(FINE_GRID, GRID, curve), by_logarithm)
+
+
 class UpdateTime:
     """Seconds of log-probs and update as a straight line over the tokens that are trained on, from past steps.
 
@@ -91,6 +99,10 @@ class UpdateTime:
     ORIGIN_WEIGHT = 0.0005
     # The line holds as long as the model and the hardware do, and it takes many steps to tell its two parts apart.
     FORGETTING = 0.99
+    # One step that hangs must not bend the line: a step is taken to last this many times what the line says, at most.
+    LONGEST = 2.0
+    # A process that resumes may run on other hardware: what was measured before counts as so many steps, at most.
+    REMEMBERED_STEPS = 5.0
 
     def __init__(self) -> None:
         """Know nothing yet."""
@@ -98,6 +110,9 @@ class UpdateTime:
 
     def observe(self, tokens: float, seconds: float) -> None:
         """Add a step: tokens that were trained on, and the seconds it took."""
+        if self.sums[0] >= self.REMEMBERED_STEPS - 1:
+            fixed, per_token = self.line
+            seconds = min(seconds, self.LONGEST * (fixed + per_token * tokens))
         self.sums = self.FORGETTING * self.sums + np.array([1, tokens, seconds, tokens**2, tokens * seconds])
 
     @property
@@ -156,9 +171,7 @@ class KeepController:
         """The keep with the largest S, by what was observed; f0 moves the value of S, not the best keep."""
         fixed, per_token = self.update_time.line
         update = fixed + per_token * self.tokens_per_keep / self.weight * FINE_GRID
-        # rho falls by orders of magnitude along the grid: its logarithm is what is smooth.
-        seen = np.log(np.maximum(self.inflation / self.weight, 1e-9))
-        rho = CAUTION * np.exp(np.interp(FINE_GRID, GRID, seen))
+        rho = CAUTION * _between_knots(self.inflation / self.weight)
         return float(FINE_GRID[np.argmin((self.rollout_seconds / self.weight + update) * (1 + rho))])
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +190,8 @@ class KeepController:
         """Continue from `state_dict`.
 
         Raises:
-            ValueError: another grid of budgets than this version's, or figures that no run could have left.
+            KeyError, ValueError, TypeError: another grid of budgets than this version's, or figures that no run could
+                have left.
         """
         inflation = np.array(state["inflation"], dtype=np.float64)
         sums = np.array(state["update_time_sums"], dtype=np.float64)
@@ -185,9 +199,11 @@ class KeepController:
             raise ValueError(
                 f"the saved budget has {inflation.size} and {sums.size} figures, this version reads {GRID.size} and 5"
             )
-        numbers = [float(state[name]) for name in ("keep", "weight", "rollout_seconds", "tokens_per_keep")]
-        if not np.isfinite([*numbers, *sums, *inflation]).all() or not LOWEST_KEEP <= numbers[0] <= HIGHEST_KEEP:
-            raise ValueError(f"the saved budget has a keep of {numbers[0]}, or figures that are not finite")
+        names = ("keep", "steps", "weight", "rollout_seconds", "tokens_per_keep")
+        figures = np.array([*(float(state[name]) for name in names), *sums, *inflation])
+        if not (np.isfinite(figures) & (figures >= 0)).all() or not LOWEST_KEEP <= figures[0] <= HIGHEST_KEEP:
+            raise ValueError(f"the saved budget has a keep of {figures[0]}, or figures that no run leaves")
         self.keep, self.steps, self.weight = float(state["keep"]), int(state["steps"]), float(state["weight"])
         self.rollout_seconds, self.tokens_per_keep = float(state["rollout_seconds"]), float(state["tokens_per_keep"])
-        self.update_time.sums, self.inflation = sums, inflation
+        self.update_time.sums = sums * min(1.0, UpdateTime.REMEMBERED_STEPS / max(sums[0], 1.0))
+        self.inflation = inflation

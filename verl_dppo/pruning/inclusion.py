@@ -196,7 +196,7 @@ def fixed_size_inclusion(magnitude: ArrayLike, size: int, floor: float) -> Array
     norms = _vector("magnitude", magnitude)
     if norms.size == 0 and size == 0:
         return norms
-    if size != int(size) or not 1 <= size <= norms.size:
+    if not 1 <= size <= norms.size or size != int(size):
         raise ValueError(
             f"size={size} must be an integer in [1, {norms.size}], the number of completions with a gradient"
         )

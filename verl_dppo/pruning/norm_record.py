@@ -86,6 +86,9 @@ class NormRecord:
         columns = {name: np.array(state[name], dtype=np.float64) for name in COLUMNS}
         if len({column.size for column in columns.values()}) != 1:
             raise ValueError(f"the saved norms have columns of lengths {[column.size for column in columns.values()]}")
-        if not all(np.isfinite(column).all() for column in columns.values()):
-            raise ValueError("the saved norms hold values that are not finite")
+        positive = [columns[name] for name in ("magnitude", "norm", "weight")]
+        if not all(column.ndim == 1 and np.isfinite(column).all() for column in columns.values()):
+            raise ValueError("the saved norms are not lists of finite numbers")
+        if not all((column > 0).all() for column in positive):
+            raise ValueError("the saved norms hold a magnitude, norm or weight that is not positive")
         self.columns = {name: column[-self.window :] for name, column in columns.items()}

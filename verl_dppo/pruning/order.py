@@ -78,7 +78,7 @@ def chain_order(signature: ArrayLike, advantage: ArrayLike, group: ArrayLike) ->
     """
     features, sign = np.asarray(signature, dtype=np.float32), np.sign(np.asarray(advantage, dtype=np.float32))
     label = np.asarray(group)
-    if not (np.isfinite(features).all() and np.isfinite(sign).all()):
+    if not (np.isfinite(features).all() and np.isfinite(np.asarray(advantage, dtype=np.float64)).all()):
         raise ValueError("signature and advantage must be finite")
     if features.ndim != 2 or sign.shape != features.shape[:1] or label.shape != sign.shape:
         raise ValueError(f"signature, advantage, group have shapes {features.shape}, {sign.shape} and {label.shape}")

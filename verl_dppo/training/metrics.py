@@ -65,7 +65,7 @@ def update_seconds(timing: Mapping[str, float]) -> float:
 
 
 def saved_time(
-    timing: Mapping[str, float], saved_tokens: float, trained_tokens: float, per_token: float, rho: float
+    timing: Mapping[str, float], saved_tokens: float, trained_tokens: float, per_token: float | None, rho: float
 ) -> dict[str, float]:
     """Tell what pruning saved in this step, in plain time and with the added noise paid for.
 
@@ -73,7 +73,7 @@ def saved_time(
         timing: seconds of each phase of this step, as verl names them.
         saved_tokens: tokens that log-probs and update did not process.
         trained_tokens: tokens that they did.
-        per_token: seconds for each of them as earlier steps show; 0 where they do not yet.
+        per_token: seconds for each of them as the steps up to this one show, or None where they do not yet.
         rho: the variance inflation.
 
     Returns:
@@ -83,7 +83,7 @@ def saved_time(
     """
     update = update_seconds(timing)
     mean = update / trained_tokens if trained_tokens else 0.0
-    saved = saved_tokens * min(per_token or mean, mean)
+    saved = saved_tokens * (mean if per_token is None else min(per_token, mean))
     step, rollout = timing["step"], timing.get("gen", 0.0)
     rest = max(step - rollout - update, 0.0)
     return {

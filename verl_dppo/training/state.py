@@ -17,7 +17,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; ValueError, KeyError or TypeError where it is none."""
+        """Continue from a state; an exception of Python's own where it is none."""
 
 
 def save_state(folder: str | os.PathLike[str], parts: Mapping[str, Stateful]) -> None:
@@ -63,7 +63,7 @@ def load_state(folder: str | os.PathLike[str], parts: Mapping[str, Stateful]) ->
             raise ValueError(f"its format and version are {found}, not {(FORMAT, VERSION)}")
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         way_out = "resume with the version of verl_dppo that wrote it, or delete the file to start its estimates afresh"
         raise ValueError(f"{path} cannot be used: {type(error).__name__}: {error}; {way_out}") from error
     return True

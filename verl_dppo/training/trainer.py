@@ -329,6 +329,8 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _learn(self, step: _Step, timing: dict[str, float]) -> None:
         """Hand the measured times and the curve of rho of a finished step to the budget of the next."""
+        if "update_actor" not in timing:
+            return
         if not self._warm:  # the first step of a process loads and compiles; it says nothing of the others
             self._warm = True
             return
@@ -365,7 +367,7 @@ class DPPOTrainer(PPOTrainerSync):
         metrics.update(compute_throughout_metrics(proto, timing_raw, self._get_n_gpus_for_throughput()))
         whole = float(full.sequence_length.sum())
         saved_tokens = whole - float(full.sequence_length[self._step.plan.kept].sum())
-        per_token = self._budget.update_time.line[1]
+        per_token = self._budget.update_time.line[1] if self._budget.update_time.sums[0] else None
         rho = self._step.metrics["dppo/variance_inflation"]
         metrics.update(saved_time(timing_raw, saved_tokens, whole - saved_tokens, per_token, rho))
 
