@@ -2,6 +2,7 @@
 
 import pytest
 from engine.cases import ALGORITHMS, EVERY_ALGORITHM, EVERY_SUBSET, FAULTS, HALF, MINI_BATCHES, SINGLE, Case, unique
+from engine.claims import assert_exact, assert_to_float32, assert_to_the_noise_of_bfloat16, on_ranks
 
 from verl_dppo.training.loss import EXACT_AGG_MODES
 
@@ -19,19 +20,6 @@ ENVIRONMENT = {
 }
 
 
-def on_ranks(*kinds):
-    """Parametrize over the cases of these dtypes, faults apart."""
-    return pytest.mark.parametrize(
-        ("ranks", "case"),
-        [
-            pytest.param(ranks, case, id=f"{ranks} {case.name}")
-            for ranks, cases in CASES.items()
-            for case in cases
-            if case.dtype in kinds and not case.fault
-        ],
-    )
-
-
 @pytest.fixture(scope="module")
 def measured(enumerate_through):
     return {
@@ -40,23 +28,19 @@ def measured(enumerate_through):
     }
 
 
-@on_ranks("float64")
+@on_ranks(CASES, "float64")
 def test_the_expected_gradient_is_that_of_stock_verl_on_all_rows(measured, ranks, case):
-    result = measured[ranks][case.name]
-    assert result["chance"] == pytest.approx(1, abs=1e-12)
-    assert result["error"] < 1e-10
+    assert_exact(measured[ranks][case.name])
 
 
-@on_ranks("float32")
+@on_ranks(CASES, "float32")
 def test_it_is_to_the_rounding_of_float32(measured, ranks, case):
-    assert measured[ranks][case.name]["error"] < 1e-5
+    assert_to_float32(measured[ranks][case.name])
 
 
-@on_ranks("bfloat16")
+@on_ranks(CASES, "bfloat16")
 def test_it_is_to_twice_the_noise_of_a_bfloat16_engine(measured, ranks, case):
-    result = measured[ranks][case.name]
-    assert 1e-4 < result["noise"] < 0.05
-    assert result["error"] < 2 * result["noise"]
+    assert_to_the_noise_of_bfloat16(measured[ranks][case.name])
 
 
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.fault)
