@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl_dppo.pruning.budget import LOWEST_KEEP
+from verl_dppo.pruning.prompt_budget import LOWEST_PROMPT_KEEP
+from verl_dppo.pruning.prompts import PROMPT_RULES, SCHEDULES
 from verl_dppo.pruning.sampling import DESIGNS
 
 RULES = ("neyman", "threshold")
@@ -12,7 +14,6 @@ AUTO = "auto"
 # Named in the design of this plugin but not built: asking for one must not look as if it did something.
 NOT_BUILT = {
     "preset": "set `algorithm.dppo.completion.rule=threshold` for a paper-like completion rule",
-    "prompt": "prompts are not pruned yet; leave `algorithm.dppo.prompt` out",
     "packing": "packing is not there yet; verl's own dynamic micro-batches pack the kept rows",
     "balance": "the balancer is not there yet; verl's own balances the kept rows over ranks",
 }
@@ -140,6 +141,69 @@ class CompletionSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """Which prompts are sampled at all, from what earlier visits to them showed."""
+
+    enable: bool = True
+    """Prune prompts. Off, verl's own loader decides what every step samples."""
+
+    rule: str = "beta"
+    """`beta`: probability proportional to the expected spread of a prompt's rewards. `threshold`: after the paper,
+    prompts below the mean spread share a smaller one."""
+
+    schedule: str = "refill"
+    """`refill`: a step keeps data.train_batch_size prompts of more that it draws. `shrink`: it draws
+    data.train_batch_size and keeps fewer."""
+
+    keep: float | str = 0.9
+    """Mean probability of prompts that were visited before, in (0, 1], or `auto`: what past steps show to give the best
+    noise-equivalent speed-up, starting at 1."""
+
+    floor: float = 0.3
+    """Smallest probability of any prompt, in (0, keep], with `auto` in (0, .5]. The largest weight is its inverse."""
+
+    warmup_visits: int = 1
+    """How often a prompt must have been visited before it can be skipped, >= 1."""
+
+    forgetting: float = 0.5
+    """How much what was remembered of a prompt still counts at its next visit, in [0, 1]."""
+
+    id_column: str | None = None
+    """Column of the data set that names prompts, e.g. `extra_info.index`, unique within a data source; null: a hash of
+    the prompt and its data source."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        prefix = "algorithm.dppo.prompt."
+        _flag(prefix + "enable", self.enable)
+        _choice(prefix + "rule", self.rule, PROMPT_RULES)
+        _choice(prefix + "schedule", self.schedule, SCHEDULES)
+        if self.keep != AUTO:
+            if isinstance(self.keep, str):
+                raise refuse(prefix + "keep", repr(self.keep), "no such choice", "give a share in (0, 1], or auto")
+            _number(prefix + "keep", self.keep, float)
+            if not 0 < self.keep <= 1:
+                way_out = "give a share in (0, 1]; to sample every prompt set algorithm.dppo.prompt.enable=false"
+                raise refuse(prefix + "keep", self.keep, "a share of the prompts must be kept", way_out)
+        _number(prefix + "floor", self.floor, float)
+        highest = LOWEST_PROMPT_KEEP if isinstance(self.keep, str) else self.keep
+        if not 0 < self.floor <= highest:
+            reason = "a prompt below it could never be sampled, or the mean probability could not be met"
+            bound = f"{highest}, the smallest keep of auto" if self.keep == AUTO else f"keep={highest}"
+            raise refuse(prefix + "floor", self.floor, reason, f"give a value in (0, {bound}]")
+        _number(prefix + "warmup_visits", self.warmup_visits, int)
+        if self.warmup_visits < 1:
+            reason = "nothing is known of a prompt before its first visit"
+            raise refuse(prefix + "warmup_visits", self.warmup_visits, reason, "give an integer >= 1")
+        _number(prefix + "forgetting", self.forgetting, float)
+        if not 0 <= self.forgetting <= 1:
+            way_out = "give 0 to remember the last visit only, 1 to remember all alike, or something between"
+            raise refuse(prefix + "forgetting", self.forgetting, "a weight outside [0, 1]", way_out)
+        if self.id_column is not None and (not isinstance(self.id_column, str) or not self.id_column):
+            raise refuse(prefix + "id_column", repr(self.id_column), "it names no column", "give a name, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DPPOSettings:
     """All of `algorithm.dppo.*`."""
 
@@ -151,6 +215,9 @@ class DPPOSettings:
 
     completion: CompletionSettings = field(default_factory=CompletionSettings)
     """Pruning of completions."""
+
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    """Pruning of prompts."""
 
     anneal_fraction: float = 0.0
     """Share of the training steps, at their end, that train on full batches by verl's own code, in [0, 1]."""
@@ -167,9 +234,19 @@ class DPPOSettings:
             raise refuse("algorithm.dppo.seed", self.seed, "a seed cannot be negative", "give an integer >= 0")
 
     @property
-    def prunes_completions(self) -> bool:
+    def prunes(self) -> bool:
         """Whether anything differs from stock verl."""
+        return self.prunes_completions or self.prunes_prompts
+
+    @property
+    def prunes_completions(self) -> bool:
+        """Whether completions are pruned, but for annealed steps."""
         return self.enable and self.completion.enable
+
+    @property
+    def prunes_prompts(self) -> bool:
+        """Whether prompts are pruned, but for annealed steps."""
+        return self.enable and self.prompt.enable
 
     def anneals(self, step: int, total_steps: int) -> bool:
         """Whether step 1, ..., total_steps of training belongs to the full batches at the end."""
@@ -179,10 +256,16 @@ class DPPOSettings:
     def from_mapping(cls, values: Mapping[str, Any]) -> "DPPOSettings":
         """Build the settings from plain nested mappings; a name that nobody reads is an error."""
         known = _known(cls, values, "")
-        completion = known.pop("completion", {})
-        if not isinstance(completion, Mapping):
-            raise refuse("algorithm.dppo.completion", completion, "it is not a group of settings", "see dppo.yaml")
-        return cls(completion=CompletionSettings(**_known(CompletionSettings, completion, "completion.")), **known)
+        completion = CompletionSettings(**_group(CompletionSettings, known.pop("completion", {}), "completion"))
+        prompt = PromptSettings(**_group(PromptSettings, known.pop("prompt", {}), "prompt"))
+        return cls(completion=completion, prompt=prompt, **known)
+
+
+def _group(cls: type, values: Any, name: str) -> dict[str, Any]:
+    """Return the values of a group of settings as keyword arguments of `cls`."""
+    if not isinstance(values, Mapping):
+        raise refuse(f"algorithm.dppo.{name}", values, "it is not a group of settings", "see dppo.yaml")
+    return _known(cls, values, f"{name}.")
 
 
 def _known(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

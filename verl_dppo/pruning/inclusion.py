@@ -202,7 +202,20 @@ def fixed_size_inclusion(magnitude: ArrayLike, size: int, floor: float) -> Array
         )
     if (norms == 0).any() or not 0 < floor <= 1:
         raise ValueError(f"every magnitude and the floor must be > 0, got {norms.min()} and {floor}")
-    if size == norms.size:
-        return np.ones_like(norms)
     feasible = floor if floor * norms.size <= size else size / (2 * norms.size)
-    return _solve(_relative(norms), np.ones_like(norms), float(size), feasible)
+    return proportional_inclusion(norms, size, feasible)
+
+
+def proportional_inclusion(slope: Array, total: float, floor: float) -> Array:
+    """Return pi ~ slope, held in [floor, 1], with the given sum.
+
+    Args:
+        slope: (n,) > 0.
+        total: the sum, in [floor * n, n], where n or more stands for all.
+        floor: smallest pi, in (0, 1].
+    """
+    if total >= slope.size:
+        return np.ones_like(slope)
+    if total <= floor * slope.size:
+        return np.full_like(slope, total / slope.size)
+    return _solve(_relative(slope), np.ones_like(slope), float(total), floor)

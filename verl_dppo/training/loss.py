@@ -21,7 +21,12 @@ WEIGHT = "dppo_weight"
 """Column of the batch: (rows,) float64, Horvitz-Thompson weight of each completion, 0 for fillers and padding."""
 
 BATCH_NUM_TOKENS = "dppo_batch_num_tokens"
-"""Column of the batch: (rows,) float64, response tokens of the row's whole mini-batch before pruning."""
+"""Column of the batch: (rows,) float64, response tokens of the row's whole mini-batch before pruning. Where prompts
+were skipped it is a constant in their place, fixed before the step."""
+
+GLOBAL_BATCH_SIZE = "dppo_global_batch_size"
+"""Column of the batch: (rows,) float64, completions of the row's whole mini-batch before pruning, those of skipped
+prompts included."""
 
 EXACT_LOSS_MODES = ("vanilla", "gspo", "sapo", "gpg", "dro", "cispo", "dppo_tv", "dppo_kl", "bypass_mode")
 """Policy losses whose expected gradient is exact under the weights, by enumeration (tests/training/test_loss.py)."""
@@ -89,8 +94,8 @@ def dppo_loss(config: Any, model_output: Any, data: TensorDict, dp_group: Any = 
     Args:
         config: verl's ActorConfig.
         model_output: `log_probs` and, where computed, `entropy`, as verl's engines give them.
-        data: a micro-batch with verl's columns, WEIGHT, and BATCH_NUM_TOKENS, which replaces the token count that verl
-            took of the kept rows. `global_batch_size` is already the number of rows before pruning.
+        data: a micro-batch with verl's columns, WEIGHT, and the denominators BATCH_NUM_TOKENS and GLOBAL_BATCH_SIZE,
+            which replace the token count that verl took of the kept rows, and the size that it takes a mini-batch for.
         dp_group: passed on.
 
     Returns:
@@ -100,20 +105,21 @@ def dppo_loss(config: Any, model_output: Any, data: TensorDict, dp_group: Any = 
         RuntimeError: an unusable column, rows of two mini-batches in one, or a loss that reduces its rows by itself.
     """
     install_weighted_aggregation()
-    weight, tokens = _column(data, WEIGHT), _column(data, BATCH_NUM_TOKENS)
-    if not bool((tokens == tokens[0]).all()):
+    weight, tokens, size = (_column(data, name) for name in (WEIGHT, BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE))
+    if not bool((tokens == tokens[0]).all() and (size == size[0]).all()):
         raise RuntimeError(
-            f"rows of different mini-batches in one micro-batch: token counts {tokens.unique().tolist()}"
+            f"rows of different mini-batches in one micro-batch: token counts {tokens.unique().tolist()}, "
+            f"sizes {size.unique().tolist()}"
         )
     weighting = _Weighting(weight)
-    of_kept_rows = data["batch_num_tokens"]
-    tu.assign_non_tensor(data, batch_num_tokens=float(tokens[0]))
+    of_verl = {name: data[name] for name in ("batch_num_tokens", "global_batch_size")}
+    tu.assign_non_tensor(data, batch_num_tokens=float(tokens[0]), global_batch_size=float(size[0]))
     token = _current.set(weighting)
     try:
         loss, metrics = losses.ppo_loss(config, model_output, data, dp_group)
     finally:
         _current.reset(token)
-        tu.assign_non_tensor(data, batch_num_tokens=of_kept_rows)
+        tu.assign_non_tensor(data, **of_verl)
     expected = 1 + (model_output.get("entropy", None) is not None) + bool(config.use_kl_loss)
     if weighting.calls != expected:
         raise RuntimeError(

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_dppo.pruning import CompletionPlan, variance_inflation
+from verl_dppo.training.prompt_level import PromptsOfRows
 from verl_dppo.training.transform import FullBatch
 
 # Over trained-on rows only, and not to be had for the rest, whose log-probs were never computed.
@@ -14,21 +15,26 @@ OF_KEPT_ROWS = ("actor/entropy",)
 SHORTENED_PHASES = ("old_log_prob", "ref", "update_actor")
 
 
-def plan_metrics(full: FullBatch, plan: CompletionPlan, magnitude: NDArray[np.float64]) -> dict[str, float]:
+def plan_metrics(
+    full: FullBatch, plan: CompletionPlan, magnitude: NDArray[np.float64], prompts: PromptsOfRows
+) -> dict[str, float]:
     """Describe a step's draw.
 
     Args:
-        full: the n completions before pruning.
-        plan: what was drawn.
+        full: the n completions that were sampled.
+        plan: what was drawn of them, with the weights of both levels.
         magnitude: (n,) estimated gradient norms, for the variance inflation.
+        prompts: what the prompt level decided.
     """
     n = full.length.size
     drawn, live = plan.weight > 0, plan.pi > 0
     trained = np.zeros(n, dtype=bool)
     trained[plan.kept] = True
     weight = plan.weight[drawn]
+    # Of both levels: sum_q (1/pi_q - 1) e_q + sum_q V_q / pi_q over sum_q e_q, each estimated from the kept prompts.
+    of_completions = variance_inflation(plan.pi, magnitude * prompts.weight)
     metrics = {
-        "prompts_drawn": float(full.group.max() + 1),
+        "prompts_drawn": float(prompts.drawn.sum()),
         "completions": float(n),
         "informative_fraction": float(live.mean()),
         "kept_completions": float(trained.sum()),
@@ -43,8 +49,8 @@ def plan_metrics(full: FullBatch, plan: CompletionPlan, magnitude: NDArray[np.fl
         "weight_max": float(weight.max(initial=0.0)),
         "weight_mean": float(weight.mean()) if weight.size else 0.0,
         # Its expectation is 1; a drift over many steps would be a fault in the draw.
-        "weight_sum_ratio": float(weight.sum() / live.sum()) if live.any() else 1.0,
-        "variance_inflation": variance_inflation(plan.pi, magnitude),
+        "weight_sum_ratio": float(weight.sum() / prompts.weight[live].sum()) if live.any() else 1.0,
+        "variance_inflation": (1 + prompts.inflation) * (1 + of_completions) - 1,
     }
     if full.mean_negative_log_prob is not None:
         metrics["full/mean_negative_log_prob"] = full.mean_negative_log_prob
@@ -64,13 +70,41 @@ def update_seconds(timing: Mapping[str, float]) -> float:
     return sum(timing.get(phase, 0.0) for phase in SHORTENED_PHASES) - timing.get("dppo_probe", 0.0)
 
 
+def over_drawn_prompts(full: FullBatch, prompt_weight: NDArray[np.float64]) -> dict[str, float]:
+    """Estimate verl's means over all drawn prompts from those that were sampled, each counted by its weight.
+
+    The weights are divided by their sum, so that an estimate stays among the values it is made of; its bias is of the
+    order of one over the number of prompts.
+    """
+
+    def mean(values: NDArray) -> float:
+        return float((prompt_weight * values).sum() / prompt_weight.sum())
+
+    reward, advantage = mean(full.reward), float((prompt_weight * full.length * full.advantage).sum())
+    advantage /= max(float((prompt_weight * full.length).sum()), 1.0)
+    return {
+        "critic/score/mean": reward,
+        "critic/rewards/mean": reward,
+        "critic/advantages/mean": advantage,
+        "critic/returns/mean": advantage,
+        "response_length/mean": mean(full.sequence_length - full.prompt_length),
+        "prompt_length/mean": mean(full.prompt_length),
+    }
+
+
 def saved_time(
-    timing: Mapping[str, float], saved_tokens: float, trained_tokens: float, per_token: float | None, rho: float
+    timing: Mapping[str, float],
+    rollout_ratio: float,
+    saved_tokens: float,
+    trained_tokens: float,
+    per_token: float | None,
+    rho: float,
 ) -> dict[str, float]:
     """Tell what pruning saved in this step, in plain time and with the added noise paid for.
 
     Args:
         timing: seconds of each phase of this step, as verl names them.
+        rollout_ratio: tokens that the rollout of all drawn prompts would have had, over those that it had.
         saved_tokens: tokens that log-probs and update did not process.
         trained_tokens: tokens that they did.
         per_token: seconds for each of them as the steps up to this one show, or None where they do not yet.
@@ -85,6 +119,7 @@ def saved_time(
     mean = update / trained_tokens if trained_tokens else 0.0
     saved = saved_tokens * (mean if per_token is None else min(per_token, mean))
     step, rollout = timing["step"], timing.get("gen", 0.0)
+    saved += (rollout_ratio - 1) * rollout
     rest = max(step - rollout - update, 0.0)
     return {
         "dppo/seconds_saved": saved,

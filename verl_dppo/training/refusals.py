@@ -224,6 +224,19 @@ def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
         yield refuse(f"{ACTOR}.ppo_mini_batch_size", mini, reason, way_out)
 
 
+def _of_the_prompts(config: DictConfig) -> Iterator[RefusedSettingError]:
+    way_out = "set algorithm.dppo.prompt.enable=false; completions are then pruned as before"
+    drawn = "how many prompts it draws depends on their rollouts, so that no prompt has an exact weight"
+    yield from _switch(config, "algorithm.filter_groups.enable", f"dynamic sampling: {drawn}", way_out)
+    yield from _switch(config, "trainer.v1.sampler.sync_refill_failed_groups", drawn, f"leave it false, or {way_out}")
+    replayed = "rollouts from a file belong to prompts that this run did not draw"
+    yield from _switch(config, "skip.rollout_tq.enable", replayed, way_out)
+    fetched, prompts = _select(config, "data.gen_batch_size"), int(config.data.train_batch_size)
+    if fetched not in (None, prompts):
+        reason = "a step draws all its prompts at once"
+        yield refuse("data.gen_batch_size", fetched, reason, f"leave it null, or {way_out}")
+
+
 def check_verl_version(installed: str) -> None:
     """Refuse a verl outside the supported range.
 
@@ -244,8 +257,10 @@ def check_run(config: DictConfig) -> DPPOSettings:
     settings = settings_of(config)
     check_verl_version(version("verl"))
     check_plugin()
-    if settings.prunes_completions:
+    if settings.prunes:
         found = [*_of_the_trainer(config), *_of_the_loss(config), *_of_the_batch(config)]
+        if settings.prunes_prompts:
+            found += _of_the_prompts(config)
         if found:
             raise RefusedSettingError("\n".join(map(str, found)))
     return settings
@@ -286,7 +301,7 @@ class RefuseBeforeStart(Callback):
     def on_job_start(self, config: DictConfig, *, task_function: Any = None, **_: Any) -> None:
         """Check one job, in a single run or a multirun."""
         try:
-            if check_run(config).prunes_completions:
+            if check_run(config).prunes:
                 check_entry_point(task_function)
         except RefusedSettingError as error:
             raise SystemExit(f"algorithm=dppo will not start this run:\n{error}") from error

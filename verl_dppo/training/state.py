@@ -44,26 +44,34 @@ def _readable(value: Any, indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def load_state(folder: str | os.PathLike[str], parts: Mapping[str, Stateful]) -> bool:
+def load_state(
+    folder: str | os.PathLike[str], parts: Mapping[str, Stateful], optional: frozenset[str] = frozenset()
+) -> set[str]:
     """Let the parts continue from what `save_state` wrote.
 
+    Args:
+        folder: the checkpoint's folder.
+        parts: by the names under which they were saved.
+        optional: names of those that may be missing, because not every run has them.
+
     Returns:
-        Whether the folder has such a file; a checkpoint of a run without DPPO has none.
+        The names of the parts that were found: none where the folder has no such file, as after a run without DPPO.
 
     Raises:
         ValueError: a file of another format or version, one that is not readable, or states that the parts refuse.
     """
     path = Path(folder) / FILE
     if not path.exists():
-        return False
+        return set()
     try:
         state = json.loads(path.read_text())
         found = (state["format"], state["version"])
         if found != (FORMAT, VERSION):
             raise ValueError(f"its format and version are {found}, not {(FORMAT, VERSION)}")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+        found_parts = {name for name in parts if name in state or name not in optional}
+        for name in found_parts:
+            parts[name].load_state_dict(state[name])
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         way_out = "resume with the version of verl_dppo that wrote it, or delete the file to start its estimates afresh"
         raise ValueError(f"{path} cannot be used: {type(error).__name__}: {error}; {way_out}") from error
-    return True
+    return found_parts

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_throughout_metrics, compute_timing_metrics
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.utils import Role, create_rl_sampler
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
@@ -39,9 +39,16 @@ from verl_dppo.pruning import (
     token_factor,
 )
 from verl_dppo.settings import AUTO
-from verl_dppo.training.loss import BATCH_NUM_TOKENS, WEIGHT, dppo_loss
-from verl_dppo.training.metrics import plan_metrics, rename_metrics_of_kept_rows, saved_time, update_seconds
+from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE, WEIGHT, dppo_loss
+from verl_dppo.training.metrics import (
+    over_drawn_prompts,
+    plan_metrics,
+    rename_metrics_of_kept_rows,
+    saved_time,
+    update_seconds,
+)
 from verl_dppo.training.probe import MEASURED, NORM, ProbingWorker
+from verl_dppo.training.prompt_level import PromptLevel, PromptsOfRows
 from verl_dppo.training.refusals import check_run, rows_multiple
 from verl_dppo.training.state import Stateful, load_state, save_state
 from verl_dppo.training.transform import (
@@ -64,11 +71,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Step:
-    """What later hooks of the step need to know of its pruning."""
+    """What later hooks of the step need to know of its pruning.
+
+    Attributes:
+        full: all n completions of the prompts that were sampled.
+        plan: of the completions, with the weights of both levels.
+        magnitude: (n,) estimated gradient norms, prompt weights left out.
+        prompts: what the prompt level decided.
+        tokens: (mini-batches,) response tokens to divide by.
+        size: (mini-batches,) completions to divide by.
+        row_of_key: place of each completion in `full`.
+        dropped: completions that are not trained on.
+        metrics: of the draw.
+    """
 
     full: FullBatch
     plan: CompletionPlan
     magnitude: NDArray[np.float64]
+    prompts: PromptsOfRows
+    tokens: NDArray[np.float64]
+    size: NDArray[np.float64]
     row_of_key: dict[str, int]
     dropped: KVBatchMeta
     metrics: dict[str, float]
@@ -78,9 +100,9 @@ class _Step:
 class DPPOTrainer(PPOTrainerSync):
     """`trainer.v1.trainer_mode=dppo`.
 
-    Each step: advantages of full groups, mini-batches dealt, completions drawn, dropped ones removed from the batch
-    and the transfer queue; then verl's own log-probs and update, on what is left, with weights 1/pi and un-pruned
-    denominators.
+    Each step: prompts drawn and those that are kept sampled; advantages of full groups, mini-batches dealt, completions
+    drawn, dropped ones removed from the batch and the transfer queue; then verl's own log-probs and update, on what is
+    left, with weights 1/pi and un-pruned denominators.
     """
 
     def __init__(self, config: DictConfig) -> None:
@@ -100,7 +122,32 @@ class DPPOTrainer(PPOTrainerSync):
         self._norms = NormRecord()
         self._remembered: dict[str, Stateful] = {"budget": self._budget, "norms": self._norms}
         self._warm = False
+        self._prompts: PromptLevel | None = None
         super().__init__(config)
+
+    def _init_dataloader(self) -> None:
+        """Let verl load its data, and name the prompts where they are pruned.
+
+        verl's own training loader then stays idle: the order of its sampler is followed, pass after pass.
+        """
+        super()._init_dataloader()
+        if not self.dppo.prunes_prompts:
+            return
+        sampler = create_rl_sampler(self.config.data, self.train_dataset)
+        self._prompts = PromptLevel(
+            self.dppo, self.config, self.train_dataset, lambda: np.fromiter(sampler, dtype=np.int64)
+        )
+        self._remembered["prompts"] = self._prompts
+        # verl ends a run after so many epochs of this length, too. It is the longest one, that of no prompt skipped.
+        self.steps_per_epoch = -(-len(self.train_dataset) // self._prompts.batch_size)
+        self._plan_steps(done=0)
+        with open_dict(self.config):
+            self.config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
+
+    def _plan_steps(self, done: int) -> None:
+        """Plan the steps that all passes over the data set take, unless the user gave a number."""
+        if self._prompts is not None and self.config.trainer.total_training_steps is None:
+            self.total_training_steps = self._prompts.planned_steps(done)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -120,25 +167,35 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _save_checkpoint(self) -> None:
         """Add what the next step depends on to verl's checkpoint, before verl marks it as complete."""
-        if self.dppo.prunes_completions:
+        if self.dppo.prunes:
             folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+            if self._prompts is not None:
+                self._prompts.save(folder)
             save_state(folder, self._remembered)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        if not self.dppo.prunes_completions or not self.global_steps:
+        if not self.dppo.prunes or not self.global_steps:
             return
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         if self.config.trainer.resume_mode == "resume_path":
             folder = self.config.trainer.resume_from_path
-        if not load_state(folder, self._remembered):
+        found = load_state(folder, self._remembered, optional=frozenset({"prompts"}))
+        if not found:
             logger.warning("%s holds no state of DPPO: its budget and norm model start afresh", folder)
+        if self._prompts is not None:
+            if "prompts" in found:
+                logger.warning("%s: %s", folder, self._prompts.load(folder))
+            else:
+                self._prompts.stream.position = self.global_steps * self._prompts.batch_size
+                logger.warning("%s holds no prompt history: nothing is known of any prompt yet", folder)
+            self._plan_steps(self.global_steps)
 
     # ---- submission -------------------------------------------------------------------------------------------------
 
     def prepare_step(self) -> dict:
-        """Forget the prompts of the step before, then submit new ones."""
+        """Forget the prompts of the step before, then draw and submit new ones."""
         self._submitted.clear()
         return super().prepare_step()
 
@@ -147,7 +204,21 @@ class DPPOTrainer(PPOTrainerSync):
         batch = super().step(metrics, timing_raw)
         if self._step is not None:
             self._learn(self._step, timing_raw)
+        self._plan_steps(self.global_steps)
         return batch
+
+    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
+        """Wait for exactly what was submitted: the replay buffer would wait for more for ever."""
+        if self._prompts is not None:
+            sample_batch_size = len(self._submitted)
+        return super()._step_once(metrics, timing_raw, sample_batch_size)
+
+    def _fetch_one_gen_batch(self) -> TensorDict:
+        """Let verl name the prompts that were drawn, in place of the next ones of its loader."""
+        if self._prompts is not None:
+            rows = self._prompts.next_batch(self._annealed(), self._generator(3), self._generator(4))
+            self.train_dataloader_it = iter([rows])
+        return super()._fetch_one_gen_batch()
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)
@@ -157,32 +228,54 @@ class DPPOTrainer(PPOTrainerSync):
 
     # ---- between reward and log-probs -------------------------------------------------------------------------------
 
+    def _annealed(self) -> bool:
+        return self.dppo.anneals(self.global_steps, self.total_training_steps)
+
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> KVBatchMeta:
         self._step = None
-        pruned = self.dppo.prunes_completions and not self.dppo.anneals(self.global_steps, self.total_training_steps)
+        made = self._prompts.submission if self._prompts is not None else None
+        prunes_completions = self.dppo.prunes_completions and not self._annealed()
+        pruned = prunes_completions or (made is not None and made.plan.pruned)
         self._use_weighted_loss(pruned)
-        if not pruned:
+        if made is None and not pruned:
             return super()._balance_batch(batch, metrics, *args, **kwargs)
         with marked_timer("dppo_prune", self.timing_raw):
-            return self._prune(batch, metrics)
+            batch = in_submission_order(batch, self._submitted)
+            full = read_full_batch(batch, self.config)
+            magnitude = self._magnitude(full)
+            prompts = PromptsOfRows.all_of(full.group)
+            if self._prompts is not None:
+                prompt = np.array([self._submitted[key.rsplit("_", 2)[0]] for key in batch.keys])
+                prompts, figures = self._prompts.observe(self.global_steps, full, prompt, magnitude)
+                metrics.update(figures)
+            if pruned:
+                return self._prune(batch, metrics, full, magnitude, prompts, prunes_completions)
+        return super()._balance_batch(batch, metrics, *args, **kwargs)
 
-    def _prune(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        batch = in_submission_order(batch, self._submitted)
-        full = read_full_batch(batch, self.config)
-        magnitude = self._magnitude(full)
+    def _prune(
+        self,
+        batch: KVBatchMeta,
+        metrics: dict,
+        full: FullBatch,
+        magnitude: NDArray[np.float64],
+        prompts: PromptsOfRows,
+        prunes_completions: bool,
+    ) -> KVBatchMeta:
         keep = self._budget.keep if self.dppo.completion.keep == AUTO else float(self.dppo.completion.keep)
-        plan = self._plan(full, magnitude, keep)
+        # A completion's term enters with its prompt's weight, which its own probability has to answer for.
+        plan, tokens, size = self._plan(full, magnitude * prompts.weight, keep, prompts, prunes_completions)
         kept, balance = prune(batch, plan, self._data_parallel_size(), self.tokenizer.eos_token_id)
         trained = np.zeros(len(batch), dtype=bool)
         trained[plan.kept] = True
         dropped = keep_rows(batch, np.flatnonzero(~trained))
         if not self.config.trainer.get("rollout_data_dir", None):
             _clear(dropped)
-        figures = plan_metrics(full, plan, magnitude)
+        plan = replace(plan, weight=plan.weight * prompts.weight)
+        figures = plan_metrics(full, plan, magnitude, prompts)
         row_of_key = {key: row for row, key in enumerate(batch.keys)}
-        self._step = _Step(full, plan, magnitude, row_of_key, dropped, figures)
+        self._step = _Step(full, plan, magnitude, prompts, tokens, size, row_of_key, dropped, figures)
         metrics.update(figures | balance)
-        if self.dppo.completion.rule == "neyman":
+        if prunes_completions and self.dppo.completion.rule == "neyman":
             metrics["dppo/keep"] = keep
         return kept
 
@@ -203,35 +296,51 @@ class DPPOTrainer(PPOTrainerSync):
         least = SMALLEST_RELATIVE_MAGNITUDE * magnitude.mean() if magnitude.any() else 1.0
         return np.where(full.length > 0, np.maximum(magnitude, least), 0.0)
 
-    def _plan(self, full: FullBatch, magnitude: NDArray[np.float64], keep: float) -> CompletionPlan:
+    def _plan(
+        self,
+        full: FullBatch,
+        magnitude: NDArray[np.float64],
+        keep: float,
+        prompts: PromptsOfRows,
+        prunes_completions: bool,
+    ) -> tuple[CompletionPlan, NDArray[np.float64], NDArray[np.float64]]:
+        """Return what happens to the completions, and the tokens and completions that each mini-batch is divided by."""
         rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
-        settings = self.dppo.completion
-        n, informative = full.length.size, magnitude > 0
-        mini_batches = -(-n // (actor.ppo_mini_batch_size * rollout.n))
-        deal, draw = (self._generator(stage) for stage in range(2))
-        mini_batch = deal_mini_batches(informative, full.group, mini_batches, deal)
-        if settings.rule == "threshold":
-            paper = threshold_inclusion(np.abs(full.advantage), full.group, settings.drop_rate)
-            slope = target = np.where(informative, paper, 0.0)
+        settings, n = self.dppo.completion, full.length.size
+        rows_of_mini_batch = actor.ppo_mini_batch_size * rollout.n
+        if prompts.mini_batch is not None:
+            mini_batch, mini_batches = prompts.mini_batch, prompts.drawn.size
+            drawn = prompts.drawn.astype(np.float64)
+            tokens, size = drawn * prompts.tokens_per_prompt, drawn * rollout.n
         else:
+            mini_batches = -(-n // rows_of_mini_batch)
+            mini_batch = deal_mini_batches(magnitude > 0, full.group, mini_batches, self._generator(0))
+            tokens = np.bincount(mini_batch, full.length, minlength=mini_batches).astype(np.float64)
+            size = np.full(mini_batches, float(rows_of_mini_batch))
+        slope = target = np.ones(n)
+        if prunes_completions and settings.rule == "threshold":
+            paper = threshold_inclusion(np.abs(full.advantage), full.group, settings.drop_rate)
+            slope = target = np.where(magnitude > 0, paper, 0.0)
+        elif prunes_completions:
             slope = magnitude / np.sqrt(np.maximum(full.length, 1.0))
             target = np.zeros(n)
             for k in range(mini_batches):
                 mine = mini_batch == k
                 target[mine] = neyman_inclusion(magnitude[mine], full.length[mine], keep, settings.floor)
-        return plan_completions(
+        plan = plan_completions(
             slope,
             target,
             mini_batch,
             order=_order(full, mini_batch),
             length=full.length,
-            advantage=full.advantage,
+            advantage=full.advantage * prompts.weight,
             mini_batches=mini_batches,
             multiple=rows_multiple(self.config),
-            floor=settings.lowest_pi(keep),
-            design=settings.design,
-            rng=draw,
+            floor=settings.lowest_pi(keep) if prunes_completions else 1.0,
+            design=settings.design if prunes_completions else "pivotal",
+            rng=self._generator(1),
         )
+        return plan, tokens, size
 
     def _generator(self, stage: int) -> np.random.Generator:
         """Return the generator of one decision of this step, a function of seed and step: a resumed run repeats it."""
@@ -258,7 +367,7 @@ class DPPOTrainer(PPOTrainerSync):
             return batch
         full, plan = self._step.full, self._step.plan
         rows = [self._step.row_of_key.get(key) for key in batch.keys]
-        tokens = np.bincount(plan.mini_batch, full.length)
+        mini_batch = self._mini_batch_of_rows(len(batch))
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         advantage = [
             mask.float() * (0.0 if row is None else full.advantage[row])
@@ -269,7 +378,8 @@ class DPPOTrainer(PPOTrainerSync):
             "advantages": nested,
             "returns": nested.clone(),
             WEIGHT: torch.tensor([0.0 if r is None else plan.weight[r] for r in rows], dtype=torch.float64),
-            BATCH_NUM_TOKENS: torch.tensor(tokens[self._mini_batch_of_rows(len(batch))], dtype=torch.float64),
+            BATCH_NUM_TOKENS: torch.tensor(self._step.tokens[mini_batch], dtype=torch.float64),
+            GLOBAL_BATCH_SIZE: torch.tensor(self._step.size[mini_batch], dtype=torch.float64),
         }
         return put_columns(batch, columns)
 
@@ -282,7 +392,7 @@ class DPPOTrainer(PPOTrainerSync):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self._step is None:
             return super()._update_actor(batch, metrics)
-        every = self.dppo.completion.probe_every
+        every = self.dppo.completion.probe_every if self.dppo.prunes_completions else None
         if every and self.global_steps % every == 0:
             with marked_timer("dppo_probe", self.timing_raw):
                 metrics.update(self._probe(batch))
@@ -335,11 +445,12 @@ class DPPOTrainer(PPOTrainerSync):
             self._warm = True
             return
         full, settings, pi = step.full, self.dppo.completion, step.plan.pi
+        magnitude = step.magnitude * step.prompts.weight
         tokens, seconds = float(full.sequence_length[step.plan.kept].sum()), update_seconds(timing)
-        if settings.rule == "neyman" and pi.any():
+        if self.dppo.prunes_completions and settings.rule == "neyman" and pi.any():
             # With few rows this is not the budget: they come in whole multiples of the ranks.
             keep = float((pi * full.length).sum() / full.length[pi > 0].sum())
-            curve = inflation_curve(step.magnitude, full.length, settings.floor)
+            curve = inflation_curve(magnitude, full.length, settings.floor)
             self._budget.observe(timing["gen"], seconds, tokens, keep, curve)
         else:
             self._budget.update_time.observe(tokens, seconds)
@@ -350,11 +461,15 @@ class DPPOTrainer(PPOTrainerSync):
         self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
     ) -> None:
         """Let verl compute its metrics, then put those of the full batch in place of those of the survivors."""
+        if self._prompts is not None and self._prompts.submission is not None:
+            epoch = self._prompts.submission.epoch
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         if self._step is None:
             return
-        full = self._step.full
+        full, prompts = self._step.full, self._step.prompts
         metrics.update(full.verl_metrics)
+        if prompts.mini_batch is not None:
+            metrics.update(over_drawn_prompts(full, prompts.weight))
         lengths = TensorDict(
             {
                 "prompt_length": torch.tensor(full.prompt_length),
@@ -365,11 +480,12 @@ class DPPOTrainer(PPOTrainerSync):
         proto = DataProto(batch=lengths, meta_info={"global_token_num": full.sequence_length.tolist()})
         metrics.update(compute_timing_metrics(proto, timing_raw))
         metrics.update(compute_throughout_metrics(proto, timing_raw, self._get_n_gpus_for_throughput()))
-        whole = float(full.sequence_length.sum())
-        saved_tokens = whole - float(full.sequence_length[self._step.plan.kept].sum())
+        whole = float((prompts.weight * full.sequence_length).sum())
+        trained = float(full.sequence_length[self._step.plan.kept].sum())
+        rollout_ratio = whole / max(float(full.sequence_length.sum()), 1.0)
         per_token = self._budget.update_time.line[1] if self._budget.update_time.sums[0] else None
         rho = self._step.metrics["dppo/variance_inflation"]
-        metrics.update(saved_time(timing_raw, saved_tokens, whole - saved_tokens, per_token, rho))
+        metrics.update(saved_time(timing_raw, rollout_ratio, whole - trained, trained, per_token, rho))
 
     def _log_rollout_data(self, batch: KVBatchMeta, timing_raw: dict, rollout_data_dir: str) -> None:
         """Dump the full batch: dropped completions stayed in the queue for it."""

@@ -34,6 +34,8 @@ class FullBatch:
         length: (n,) float64, response tokens that enter the loss.
         prompt_length: (n,) int, prompt tokens.
         sequence_length: (n,) int, prompt and response tokens, those of tools and environments included.
+        reward: (n,) float64; that of a session stands at each of its outputs.
+        session: (n,) int, the session of each completion; its outputs share one.
         has_advantage: (n,) bool, whether the advantage is one, and not the rounded zero of equal rewards.
         sum_sq_one_minus_p: (n,) float64, sum of (1 - p_t)^2 over its response, or None without rollout log-probs.
         signature: (n, d) float64, which tokens surprised, or None without rollout log-probs; see `chain_order`.
@@ -46,6 +48,8 @@ class FullBatch:
     length: NDArray[np.float64]
     prompt_length: NDArray[np.int64]
     sequence_length: NDArray[np.int64]
+    reward: NDArray[np.float64]
+    session: NDArray[np.int64]
     has_advantage: NDArray[np.bool_]
     sum_sq_one_minus_p: NDArray[np.float64] | None
     signature: NDArray[np.float64] | None
@@ -147,6 +151,8 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
         length=length,
         prompt_length=np.array([tag["prompt_len"] for tag in batch.tags], dtype=np.int64),
         sequence_length=np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64),
+        reward=reward,
+        session=np.unique(session, return_inverse=True)[1],
         has_advantage=has_advantage(reward, advantage, group, session),
         sum_sq_one_minus_p=surprise,
         signature=signature,

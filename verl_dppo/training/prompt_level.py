@@ -1,0 +1,338 @@
+"""The prompt level of a run: which rows of the data set a step samples, and what is learnt from them."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+
+from verl_dppo.pruning import (
+    PromptHistory,
+    PromptKeepController,
+    PromptPlan,
+    PromptStream,
+    candidates,
+    load_history,
+    plan_prompts,
+    planned_steps,
+    prompt_inflation,
+    rank_correlation,
+    save_history,
+    shrunk_size,
+    skipped_energy,
+)
+from verl_dppo.settings import AUTO, DPPOSettings
+from verl_dppo.training.prompt_ids import fingerprint, prompt_ids
+from verl_dppo.training.row_loader import RowLoader
+from verl_dppo.training.transform import FullBatch
+
+HISTORY_FILE = "dppo_prompts.npz"
+FORGETTING = 0.9
+"""A step counts this much less with every later one for the mean response tokens of a prompt."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What one step sampled, and of which candidates.
+
+    Attributes:
+        rows: (k,) rows of the data set, in the order of submission.
+        ids: (k,) their prompts.
+        pi: (k,) probability with which each was to be kept.
+        mini_batch: (k,) mini-batch of each.
+        plan: of all N candidates.
+        spread: (N,) as history had it.
+        known: (N,) bool, whether it counted.
+        keep: the share that was asked for.
+        tokens_per_prompt: response tokens of one prompt's group, the mean over past steps.
+        epoch: passes over the data set that were complete before this step.
+    """
+
+    rows: NDArray[np.int64]
+    ids: list[str]
+    pi: NDArray[np.float64]
+    mini_batch: NDArray[np.int64]
+    plan: PromptPlan
+    spread: NDArray[np.float64]
+    known: NDArray[np.bool_]
+    keep: float
+    tokens_per_prompt: float
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PromptsOfRows:
+    """What the prompt level decided, for each of n completions.
+
+    Attributes:
+        weight: (n,) of its prompt.
+        mini_batch: (n,) of its prompt, or None where no prompt could be skipped; completions are then dealt one by one.
+        drawn: (mini-batches,) candidates of each, skipped ones included.
+        tokens_per_prompt: response tokens that each candidate counts for.
+        inflation: variance added by the draw over that of the rollouts.
+    """
+
+    weight: NDArray[np.float64]
+    mini_batch: NDArray[np.int64] | None
+    drawn: NDArray[np.int64]
+    tokens_per_prompt: float
+    inflation: float
+
+    @classmethod
+    def all_of(cls, group: NDArray[np.int64]) -> "PromptsOfRows":
+        """Return what holds without a prompt level.
+
+        Args:
+            group: (n,) prompt of each completion, numbered from 0.
+        """
+        return cls(np.ones(group.size), None, np.array([group.max() + 1]), 0.0, 0.0)
+
+
+class PromptLevel:
+    """Draws the prompts of each step, and remembers them. Its state is in two files of the checkpoint folder."""
+
+    def __init__(
+        self,
+        settings: DPPOSettings,
+        config: DictConfig,
+        dataset: Any,
+        next_pass: Callable[[], NDArray[np.int64]],
+    ) -> None:
+        """Name the prompts of the data set.
+
+        Args:
+            settings: validated.
+            config: verl's composed configuration.
+            dataset: of training prompts.
+            next_pass: the order of the rows in each pass; see `PromptStream`.
+
+        Raises:
+            RefusedSettingError: prompts that cannot be named; see `prompt_ids`.
+            ValueError: a data set without rows.
+        """
+        self.settings, self.anneal_fraction = settings.prompt, settings.anneal_fraction
+        self.batch_size = int(config.data.train_batch_size)
+        self.mini_batches = self.batch_size // int(config.actor_rollout_ref.actor.ppo_mini_batch_size)
+        self.epochs = int(config.trainer.total_epochs)
+        self.ids = prompt_ids(dataset, config.data, self.settings.id_column)
+        self.stream = PromptStream(len(self.ids), next_pass, fingerprint(self.ids))
+        self.loader = RowLoader(dataset, int(config.data.get("dataloader_num_workers", 0)))
+        self.history = PromptHistory(self.settings.forgetting)
+        self.controller = PromptKeepController()
+        self.submission: Submission | None = None
+        self.kept, self.tokens, self.prompts = 0, 0.0, 0.0
+        self._checksum = 0
+        # Rows with the same id share a code, so that the known part of a whole pass is found without naming its rows.
+        names, self._code = np.unique(np.array(self.ids), return_inverse=True)
+        self._names = names.tolist()
+        self._is_known = np.zeros(len(self._names), dtype=bool)
+
+    # ---- before rollout ---------------------------------------------------------------------------------------------
+
+    @property
+    def keep(self) -> float:
+        """The mean probability of known prompts in the next step."""
+        return self.controller.keep if self.settings.keep == AUTO else float(self.settings.keep)
+
+    def next_batch(self, full: bool, deal: np.random.Generator, sample: np.random.Generator) -> dict[str, Any]:
+        """Draw the prompts of a step and load those that are kept.
+
+        Args:
+            full: keep every candidate, as annealed steps do.
+            deal: decides which candidates share a mini-batch.
+            sample: decides which are kept.
+
+        Returns:
+            The columns of the kept rows.
+        """
+        keep, floor = (1.0 if full else self.keep), self.settings.floor
+        epoch = self.stream.position // self.stream.rows
+        refill = self.settings.schedule == "refill"
+        drawn = self.batch_size
+        if refill:
+            known_share = float(self._is_known[self._code[self.stream.to_come()]].mean())
+            drawn = candidates(self.batch_size, keep, known_share, self.mini_batches, floor)
+        rows = self.stream.take(drawn)
+        ids, known = [self.ids[row] for row in rows], self._is_known[self._code[rows]]
+        kept_size = self.batch_size // self.mini_batches
+        if not refill:
+            kept_size = shrunk_size(known, keep, self.mini_batches, floor)
+        spread = self.history.spread(ids)
+        # Neighbours compete for a place: side by side stand prompts of one spread, easy ones apart from hard ones.
+        order = np.lexsort((np.arange(drawn), self.history.mean(ids), known))
+        plan = plan_prompts(spread, known, order, self.mini_batches, kept_size, floor, self.settings.rule, deal, sample)
+        kept = np.flatnonzero(plan.kept)
+        self.kept += kept.size
+        self.submission = Submission(
+            rows=rows[kept],
+            ids=[ids[k] for k in kept],
+            pi=plan.pi[kept],
+            mini_batch=plan.mini_batch[kept],
+            plan=plan,
+            spread=spread,
+            known=known,
+            keep=keep,
+            tokens_per_prompt=max(self.tokens, 1.0) / self.prompts if self.prompts else 1.0,
+            epoch=epoch,
+        )
+        return self.loader.fetch(rows[kept].tolist())
+
+    # ---- after reward -----------------------------------------------------------------------------------------------
+
+    def observe(
+        self, step: int, full: FullBatch, prompt: NDArray[np.int64], magnitude: NDArray[np.float64]
+    ) -> tuple[PromptsOfRows, dict[str, float]]:
+        """Learn from the groups of a step, and say what its draw means for each completion.
+
+        Args:
+            step: of training.
+            full: all n completions of the kept prompts.
+            prompt: (n,) place of each completion's prompt in the submission.
+            magnitude: (n,) estimated gradient norms, prompt weights left out.
+
+        Returns:
+            That, and `dppo/prompts/*`.
+        """
+        made = self.submission
+        assert made is not None
+        k = made.rows.size
+        there = np.bincount(prompt, minlength=k) > 0
+        tokens = np.bincount(prompt, full.length, minlength=k)
+        energy = np.bincount(prompt, magnitude**2, minlength=k).astype(np.float64)
+        kept = made.plan.kept.copy()
+        kept[np.flatnonzero(kept)[~there]] = False
+        pi, tokens, energy = made.pi[there], tokens[there], energy[there]
+        self.tokens = FORGETTING * self.tokens + float((tokens / pi).sum())
+        self.prompts = FORGETTING * self.prompts + float((1 / pi).sum())
+        self.history.observe(made.ids, _rewards_by_prompt(full, prompt, k), step)
+        code = np.unique(self._code[made.rows])
+        names = [self._names[c] for c in code]
+        self._is_known[code] = self.history.visits(names) >= self.settings.warmup_visits
+        if self.settings.keep == AUTO and made.known.all() and energy.any():
+            self.controller.observe(made.spread, self.settings.floor, self.settings.rule, kept, made.plan.pi, energy)
+        figures = self._metrics(made, kept, pi, energy)
+        of_rows = PromptsOfRows(
+            weight=1 / made.pi[prompt],
+            mini_batch=made.mini_batch[prompt] if made.plan.pruned else None,
+            drawn=made.plan.drawn,
+            tokens_per_prompt=made.tokens_per_prompt,
+            inflation=figures["dppo/prompts/variance_inflation"],
+        )
+        return of_rows, figures
+
+    def _metrics(
+        self, made: Submission, kept: NDArray[np.bool_], pi: NDArray[np.float64], energy: NDArray[np.float64]
+    ) -> dict[str, float]:
+        plan, known = made.plan, made.known[kept]
+        figures = {
+            "drawn": float(plan.kept.size),
+            "kept": float(plan.kept.sum()),
+            "skipped": float((~plan.kept).sum()),
+            "keep": made.keep,
+            "unseen": float((~made.known).sum()),
+            "pi_min": float(plan.pi.min()),
+            "weight_max": float(plan.weight.max()),
+            "variance_inflation": prompt_inflation(pi, energy),
+            "skipped_energy": skipped_energy(pi, energy),
+            "passes": self.stream.position / self.stream.rows,
+            "total_drawn": float(self.stream.position),
+            "total_kept": float(self.kept),
+            "total_skipped": float(self.stream.position - self.kept),
+            "remembered": float(len(self.history)),
+        }
+        if known.sum() > 1:
+            figures["rank_correlation"] = rank_correlation(made.spread[kept][known], energy[known])
+        return {f"dppo/prompts/{name}": value for name, value in figures.items()}
+
+    # ---- the whole training -----------------------------------------------------------------------------------------
+
+    def planned_steps(self, done: int) -> int:
+        """Return the steps of the whole training as the present `keep` has it: all passes, nothing lost at their ends.
+
+        Args:
+            done: steps that were taken.
+        """
+        steady = self.batch_size
+        if self.settings.schedule == "refill":
+            steady = candidates(self.batch_size, self.keep, 1.0, self.mini_batches, self.settings.floor)
+        return planned_steps(
+            done,
+            self.stream.position,
+            self.epochs * self.stream.rows,
+            self.settings.warmup_visits * self.stream.rows,
+            self.batch_size,
+            steady,
+            self.anneal_fraction,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the history, and by which checksum its file is known; after `save`."""
+        return {
+            "stream": self.stream.state_dict(),
+            "budget": self.controller.state_dict(),
+            "kept": self.kept,
+            "tokens": self.tokens,
+            "prompts": self.prompts,
+            "history": {"file": HISTORY_FILE, "prompts": len(self.history), "checksum": self._checksum},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; `load` then reads the history.
+
+        Raises:
+            KeyError, ValueError, TypeError: figures that no run could have left.
+        """
+        kept, tokens, prompts = int(state["kept"]), float(state["tokens"]), float(state["prompts"])
+        if kept < 0 or not 0 <= tokens < np.inf or not 0 <= prompts < np.inf:
+            raise ValueError("the saved prompt level holds figures that no run leaves")
+        self._checksum = int(state["history"]["checksum"])
+        self.stream.load_state_dict(state["stream"])
+        self.controller.load_state_dict(state["budget"])
+        self.kept, self.tokens, self.prompts = kept, tokens, prompts
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the history into a checkpoint folder, made where it is not there yet."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._checksum = save_history(Path(folder) / HISTORY_FILE, self.history)
+
+    def load(self, folder: str | os.PathLike[str]) -> str:
+        """Read the history that belongs to the state that was loaded.
+
+        Returns:
+            What of it is of use for this data set.
+
+        Raises:
+            ValueError: a file that is missing, damaged, or belongs to another state.
+        """
+        path = Path(folder) / HISTORY_FILE
+        try:
+            checksum = load_history(path, self.history)
+        except OSError as error:
+            raise ValueError(f"{path} is missing, which dppo.json beside it names: {error}") from error
+        if checksum != self._checksum:
+            raise ValueError(f"{path} and dppo.json beside it were not written together")
+        self._is_known = self.history.visits(self._names) >= self.settings.warmup_visits
+        matched = int((self.history.visits(self._names) > 0).sum())
+        return (
+            f"prompt history: {matched} of the {len(self._names)} prompts of the data set are remembered, "
+            f"{len(self.history) - matched} that are remembered are not in it"
+        )
+
+
+def _rewards_by_prompt(full: FullBatch, prompt: NDArray[np.int64], prompts: int) -> NDArray[np.float64]:
+    """Return (prompts, G) the reward of each session, NaN where there is none; outputs of a session share theirs."""
+    _, first = np.unique(full.session, return_index=True)
+    prompt_of_session, reward = prompt[first], full.reward[first]
+    order = np.argsort(prompt_of_session, kind="stable")
+    counts = np.bincount(prompt_of_session, minlength=prompts)
+    column = np.arange(order.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    rewards = np.full((prompts, max(int(counts.max(initial=0)), 1)), np.nan)
+    rewards[prompt_of_session[order], column] = reward[order]
+    return rewards
