@@ -8,6 +8,7 @@ Two lines of numpy read it:
 
 import json
 import os
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,18 @@ from verl_dppo.pruning.history import COLUMNS, PromptHistory
 
 FORMAT = "verl_dppo prompt history"
 ARRAYS = ("id", *COLUMNS)
+# What numpy, zipfile and json make of a file that is torn, damaged or something else.
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 
 
 def save_history(path: str | os.PathLike[str], history: PromptHistory) -> int:
@@ -41,7 +54,7 @@ def load_history(path: str | os.PathLike[str], history: PromptHistory) -> int:
 
     Raises:
         ValueError: a file that is not one, or is damaged, or of another version.
-        OSError: no such file.
+        FileNotFoundError: no such file.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -50,7 +63,9 @@ def load_history(path: str | os.PathLike[str], history: PromptHistory) -> int:
         if header.pop("format") != FORMAT:
             raise ValueError("it holds something else")
         history.load_state_dict({**header, **arrays})
-    except (ValueError, LookupError, TypeError, EOFError, zlib.error) as error:
+    except FileNotFoundError:
+        raise
+    except UNREADABLE as error:
         raise ValueError(f"{path} is no prompt history that can be used: {error}") from error
     return _checksum(arrays)
 
