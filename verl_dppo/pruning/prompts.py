@@ -114,7 +114,7 @@ def prompt_inclusion(
     share = proportional_inclusion if rule == "beta" else _two_classes
     if seen_count:
         pi[seen] = share(spreads[seen], left, floor)
-    return pi
+    return np.clip(pi, floor, 1.0)  # a quotient may miss the bounds by its rounding, which no draw would take
 
 
 def _two_classes(spread: Array, total: float, floor: float) -> Array:
