@@ -26,6 +26,7 @@ COLUMNS = {
     "variance": np.dtype(np.float32),
 }
 MOST_COUNTED = 60_000.0  # what float16 holds
+LARGEST_REWARD = 1e18  # whose square float32 holds
 PRIOR_COUNT = 2.0
 """Rewards that the prior is worth: one right and one wrong, where rewards are 0 or 1."""
 
@@ -69,30 +70,31 @@ class PromptHistory:
             step: of training, >= 0.
 
         Raises:
-            ValueError: shapes that differ, an infinite reward, or an id that is empty or holds a NUL character.
+            ValueError: shapes that differ, a reward that is infinite or beyond 1e18, or an id that is empty or holds a
+                NUL character. Nothing is learnt then.
         """
         reward = np.asarray(rewards, dtype=np.float64)
         if reward.ndim != 2 or reward.shape[0] != len(ids):
             raise ValueError(f"rewards have shape {reward.shape}, expected ({len(ids)}, G)")
-        if np.isinf(reward).any():
-            raise ValueError("a reward is infinite: the history would be of no use from here on")
+        if (np.abs(reward) > LARGEST_REWARD).any():
+            raise ValueError("a reward is infinite, or all but so: the history would be of no use from here on")
         seen = np.isfinite(reward).any(axis=1)
         if not seen.any():
             return
         ids, reward = [ids[k] for k in np.flatnonzero(seen).tolist()], reward[seen]
         there = reward[np.isfinite(reward)]
-        self.binary = self.binary and bool(np.isin(there, (0.0, 1.0)).all())
         place = self._places(ids)
+        self.binary = self.binary and bool(np.isin(there, (0.0, 1.0)).all())
         for visit in _occurrences(place):
             self._update(place[visit], reward[visit], step)
 
     def _places(self, ids: Sequence[str]) -> Index:
         """Return (k,) where each prompt is remembered, after making room for new ones."""
-        for name in ids:
-            if name not in self._place:
-                if not name or "\0" in name:
-                    raise ValueError(f"{name!r} is no prompt id: it must not be empty or hold a NUL character")
-                self._place[name] = len(self._place)
+        new = [name for name in dict.fromkeys(ids) if name not in self._place]
+        for name in new:
+            if not name or "\0" in name:
+                raise ValueError(f"{name!r} is no prompt id: it must not be empty or hold a NUL character")
+        self._place.update(zip(new, range(len(self._place), len(self._place) + len(new)), strict=True))
         lacking = len(self._place) - self._columns["mean"].size
         if lacking > 0:
             room = max(lacking, self._columns["mean"].size // 2)
