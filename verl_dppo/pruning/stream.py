@@ -5,7 +5,6 @@ the data set is drawn exactly E times, whatever becomes of it afterwards.
 """
 
 from collections.abc import Callable, Mapping
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ class PromptStream:
         self.rows, self.fingerprint = rows, fingerprint
         self.position = 0
         self._next_pass = next_pass
-        self._passes = count()
         self._current, self._order = -1, np.zeros(0, dtype=np.int64)
 
     def take(self, n: int) -> Index:
@@ -57,7 +55,9 @@ class PromptStream:
                 raise ValueError(
                     f"pass {self._current + 1} over the data set does not hold each of its {self.rows} rows once"
                 )
-            self._current, self._order = next(self._passes), order
+            self._current, self._order = self._current + 1, order
+        if number < self._current:
+            raise ValueError(f"pass {number} over the data set is over, pass {self._current} has begun")
         return self._order
 
     def state_dict(self) -> dict[str, Any]:
