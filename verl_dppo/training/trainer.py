@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,7 +128,8 @@ class DPPOTrainer(PPOTrainerSync):
     def _init_dataloader(self) -> None:
         """Let verl load its data, and name the prompts where they are pruned.
 
-        verl's own training loader then stays idle: the order of its sampler is followed, pass after pass.
+        Its training loader makes way for one that yields what each step draws; the order is that of verl's sampler,
+        pass after pass.
         """
         super()._init_dataloader()
         if not self.dppo.prunes_prompts:
@@ -138,6 +139,7 @@ class DPPOTrainer(PPOTrainerSync):
             self.dppo, self.config, self.train_dataset, lambda: np.fromiter(sampler, dtype=np.int64)
         )
         self._remembered["prompts"] = self._prompts
+        self.train_dataloader = _DrawnPrompts(self._draw_prompts)
         # verl ends a run after so many epochs of this length, too. It is the longest one, that of no prompt skipped.
         self.steps_per_epoch = -(-len(self.train_dataset) // self._prompts.batch_size)
         self._plan_steps(done=0)
@@ -213,12 +215,9 @@ class DPPOTrainer(PPOTrainerSync):
             sample_batch_size = len(self._submitted)
         return super()._step_once(metrics, timing_raw, sample_batch_size)
 
-    def _fetch_one_gen_batch(self) -> TensorDict:
-        """Let verl name the prompts that were drawn, in place of the next ones of its loader."""
-        if self._prompts is not None:
-            rows = self._prompts.next_batch(self._annealed(), self._generator(3), self._generator(4))
-            self.train_dataloader_it = iter([rows])
-        return super()._fetch_one_gen_batch()
+    def _draw_prompts(self) -> dict[str, Any]:
+        assert self._prompts is not None
+        return self._prompts.next_batch(self._annealed(), self._generator(3), self._generator(4))
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)
@@ -501,6 +500,23 @@ class DPPOTrainer(PPOTrainerSync):
         )
         super()._log_rollout_data(everything, timing_raw, rollout_data_dir)
         _clear(dropped)
+
+
+class _DrawnPrompts:
+    """What verl takes for its training loader where prompts are pruned: each fetch is what one step keeps."""
+
+    def __init__(self, draw: Callable[[], dict[str, Any]]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.draw, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the position is saved with the history. verl's own loader takes it for a new pass."""
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Pass over the state of verl's own loader, which a run without prompt pruning left."""
 
 
 def _agg_mode_of_policy_loss(actor: DictConfig) -> str:
