@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ class Run:
     rows: list[dict]
     output: str
     folder: Path
+    prompts: list[dict] = field(default_factory=list)
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +42,10 @@ def data(tmp_path_factory):
 def verl_run(data, tmp_path_factory):
     """Return a function that runs verl's entry point and reads what it logged."""
 
-    def run(*overrides, steps=3, folder=None, record=None, replay=None, check=True):
+    def run(*overrides, steps=3, folder=None, record=None, replay=None, check=True, launch=subprocess.run):
         folder = folder or tmp_path_factory.mktemp("run")
-        metrics, updates, rows = (folder / f"{name}.jsonl" for name in ("metrics", "updates", "rows"))
+        names = ("metrics", "updates", "rows", "prompts")
+        metrics, updates, rows, prompts = (folder / f"{name}.jsonl" for name in names)
         env = {
             **os.environ,
             "VERL_PLATFORM": "cpu",
@@ -54,6 +56,7 @@ def verl_run(data, tmp_path_factory):
             "HYDRA_FULL_ERROR": "1",
             "TEST_UPDATES": str(updates),
             "TEST_ROWS": str(rows),
+            "TEST_PROMPTS": str(prompts),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         env.update({name: str(path) for name, path in (("TEST_RECORD", record), ("TEST_REPLAY", replay)) if path})
@@ -83,11 +86,11 @@ def verl_run(data, tmp_path_factory):
             f"hydra.run.dir={folder / 'hydra'}",
             *overrides,
         ]
-        result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1800)
+        result = launch(command, capture_output=True, text=True, env=env, timeout=1800)
         output = result.stdout + result.stderr
         (folder / "output.log").write_text(output)
         assert not check or result.returncode == 0, output[-6000:]
-        return Run(_lines(metrics, "data"), _lines(updates), _lines(rows), output, folder)
+        return Run(_lines(metrics, "data"), _lines(updates), _lines(rows), output, folder, _lines(prompts))
 
     return run
 

@@ -4,11 +4,14 @@ Stock verl names prompts by random uids and takes rows in the order in which rol
 never agree to the last bit. Here uids count upwards and rows are taken in their order. Besides:
 
 TEST_UPDATES=FILE   one JSON line for each optimiser step of rank 0: gradient norm and a hash of all parameters after it
-TEST_ROWS=FILE      one JSON line for each row that reaches the weighted loss: response, weight, advantage, token count
+TEST_ROWS=FILE      one JSON line for each row that reaches the weighted loss: response, weight, advantage, denominators
 TEST_RECORD=FILE    append each rollout, keyed by (step, prompt, sample)
 TEST_REPLAY=FILE    answer rollouts from that file; one that is not in it is an error
 TEST_REPEAT=1       answer the rollouts of all later steps with those of the first
 TEST_PLANS=FILE     one JSON line for each plan of the trainer: what it was made from, pi, weights, tokens of rows
+TEST_PROMPTS=FILE   one JSON line for each step of the prompt level: what it drew, and what history knew afterwards
+TEST_PHASES=FILE    one JSON line when the trainer enters a phase of a step
+TEST_SLOW_SAVE=SEC  each part of a save of a run with TEST_PHASES starts so much later
 TEST_GRADIENTS=DIR  statistics of the gradient of each optimiser step, see `GradientLog`
 """
 
@@ -17,6 +20,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 
 from verl_dppo.post_import import when_imported
@@ -73,20 +77,27 @@ def log_updates(transformer_impl):
 
 
 def log_rows(loss):
+    import torch
+
     dppo_loss = loss.dppo_loss
 
     @functools.wraps(dppo_loss)
     def logged(config, model_output, data, dp_group=None):
-        with open(os.environ["TEST_ROWS"], "a") as file:
-            for row, response in enumerate(data["responses"].unbind()):
-                line = {
-                    "sequence": data["input_ids"].unbind()[row].tolist(),
-                    "response": response.tolist(),
-                    "weight": data[loss.WEIGHT][row].item(),
-                    "advantage": data["advantages"].unbind()[row][0].item(),
-                    "tokens": data[loss.BATCH_NUM_TOKENS][row].item(),
-                }
-                file.write(json.dumps(line) + "\n")
+        lines = []
+        for row, response in enumerate(data["responses"].unbind()):
+            line = {
+                "sequence": data["input_ids"].unbind()[row].tolist(),
+                "response": response.tolist(),
+                "weight": data[loss.WEIGHT][row].item(),
+                "advantage": data["advantages"].unbind()[row][0].item(),
+                "tokens": data[loss.BATCH_NUM_TOKENS][row].item(),
+                "size": data[loss.GLOBAL_BATCH_SIZE][row].item(),
+                "rank": torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+            }
+            lines.append(json.dumps(line) + "\n")
+        # In one call, so that the lines of two ranks do not mix.
+        with open(os.environ["TEST_ROWS"], "ab", buffering=0) as file:
+            file.write("".join(lines).encode())
         return dppo_loss(config, model_output, data, dp_group)
 
     loss.dppo_loss = logged
@@ -161,6 +172,85 @@ def log_plans(trainer):
         return made
 
     trainer.read_full_batch, trainer.plan_completions = read, plan
+
+
+def log_prompts(prompt_level):
+    level, stream = prompt_level.PromptLevel, prompt_level.PromptStream
+    next_batch, observe, take = level.next_batch, level.observe, stream.take
+
+    def taken(self, n):
+        self.taken = take(self, n)
+        return self.taken
+
+    def drawn(self, full, deal, sample):
+        self.drawn_from, self.drawn_full = self.stream.position, full
+        return next_batch(self, full, deal, sample)
+
+    def digest(history):
+        total = hashlib.sha256()
+        for name, value in sorted(history.state_dict().items()):
+            total.update(name.encode() + (value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()))
+        return total.hexdigest()
+
+    def observed(self, step, *arguments):
+        answer = observe(self, step, *arguments)
+        plan, rows = self.submission.plan, self.stream.taken
+        ids = [self.ids[row] for row in rows]
+        line = {
+            "step": step,
+            "from": self.drawn_from,
+            "to": self.stream.position,
+            "full": self.drawn_full,
+            "rows": rows.tolist(),
+            "ids": ids,
+            "pi": plan.pi.tolist(),
+            "kept": plan.kept.tolist(),
+            "weight": plan.weight.tolist(),
+            "mini_batch": plan.mini_batch.tolist(),
+            "history": digest(self.history),
+            "visits": self.history.visits(ids).tolist(),
+            "last_step": self.history.last_step(ids).tolist(),
+            "mean": self.history.mean(ids).tolist(),
+            "spread": self.history.spread(ids).tolist(),
+        }
+        with open(os.environ["TEST_PROMPTS"], "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return answer
+
+    stream.take, level.next_batch, level.observe = taken, drawn, observed
+
+
+def log_phases(trainer):
+    now = {"step": 0}
+
+    def write(phase):
+        with open(os.environ["TEST_PHASES"], "a") as file:
+            file.write(json.dumps({**now, "phase": phase}) + "\n")
+
+    def entering(owner, name, phase, left=None):
+        called = getattr(owner, name)
+
+        @functools.wraps(called)
+        def logged(*args, **kwargs):
+            now["step"] = getattr(args[0], "global_steps", now["step"])
+            write(phase)
+            if phase.startswith("save"):
+                time.sleep(float(os.environ.get("TEST_SLOW_SAVE", "0")))
+            answer = called(*args, **kwargs)
+            if left:
+                write(left)
+            return answer
+
+        setattr(owner, name, logged)
+
+    cls = trainer.DPPOTrainer
+    entering(cls, "_fetch_one_gen_batch", "draw", left="rollout")
+    entering(cls, "_balance_batch", "reward is known", left="log-probs")
+    entering(cls, "_update_actor", "update", left="between update and save")
+    entering(trainer.PromptLevel, "save", "save: history")
+    entering(trainer, "save_state", "save: state")
+    entering(trainer.PPOTrainerSync, "_save_checkpoint", "save: weights", left="save: done")
+    entering(cls, "_compute_metrics", "report")
 
 
 class GradientLog:
@@ -260,5 +350,9 @@ if "TEST_REPEAT" in os.environ:
     when_imported("verl.workers.rollout.llm_server", repeat_first_step)
 if "TEST_PLANS" in os.environ:
     when_imported("verl_dppo.training.trainer", log_plans)
+if "TEST_PROMPTS" in os.environ:
+    when_imported("verl_dppo.training.prompt_level", log_prompts)
+if "TEST_PHASES" in os.environ:
+    when_imported("verl_dppo.training.trainer", log_phases)
 if "TEST_GRADIENTS" in os.environ:
     when_imported("verl.workers.engine.fsdp.transformer_impl", log_gradients)

@@ -1,0 +1,61 @@
+"""Agent loops for runs of real verl, registered through `rollout.agent.agent_loop_config_path`."""
+
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+from verl_dppo.cpu.agent_loop import SeededSingleTurnAgentLoop, sample_key
+
+FIRST_TURN, SECOND_TURN = 40, 80
+FAILING_INDEX = 3
+
+
+class TwoTurnAgentLoop(SeededSingleTurnAgentLoop):
+    """A short first attempt, then the question again: what stands between the turns is none of the policy's tokens."""
+
+    async def run(self, sampling_params, **kwargs):
+        first, second = await self.turns(sampling_params, **kwargs)
+        between = len(first.prompt_ids)
+        return first.model_copy(
+            update={
+                "response_ids": first.response_ids + first.prompt_ids + second.response_ids,
+                "response_mask": first.response_mask + [0] * between + second.response_mask,
+                "response_logprobs": first.response_logprobs + [0.0] * between + second.response_logprobs,
+                "num_turns": 4,
+            }
+        )
+
+    async def turns(self, sampling_params, **kwargs):
+        first = await super().run({**sampling_params, "max_tokens": FIRST_TURN}, **kwargs)
+        context = first.prompt_ids + first.response_ids + first.prompt_ids
+        limits = {"max_tokens": SECOND_TURN, "sample_key": sample_key(kwargs)}
+        answer = await self.server_manager.generate(
+            request_id=uuid4().hex, prompt_ids=context, sampling_params={**sampling_params, **limits}
+        )
+        second = AgentLoopOutput(
+            prompt_ids=context,
+            response_ids=answer.token_ids,
+            response_mask=[1] * len(answer.token_ids),
+            response_logprobs=answer.log_probs,
+            num_turns=4,
+            metrics=first.metrics,
+            extra_fields=dict(first.extra_fields),
+        )
+        return first, second
+
+
+class SeveralOutputsAgentLoop(TwoTurnAgentLoop):
+    """Every other session leaves both turns as outputs of their own, the others the second one only."""
+
+    async def run(self, sampling_params, **kwargs):
+        first, second = await self.turns(sampling_params, **kwargs)
+        return [first, second] if kwargs["session_id"] % 2 else [second]
+
+
+class FailingAgentLoop(SeededSingleTurnAgentLoop):
+    """Fails for one prompt of the training data, whenever it is asked."""
+
+    async def run(self, sampling_params, **kwargs):
+        if kwargs["extra_info"]["split"] == "train" and kwargs["extra_info"]["index"] == FAILING_INDEX:
+            raise RuntimeError("this prompt has no environment")
+        return await super().run(sampling_params, **kwargs)
