@@ -80,17 +80,26 @@ def _content(row: Mapping[str, Any], columns: list[str], id_column: str | None) 
 
 
 def _digest(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, default=_plain)
+    text = json.dumps(_without_none(content), sort_keys=True, default=_plain)
     return base64.urlsafe_b64encode(hashlib.blake2b(text.encode(), digest_size=ID_BYTES).digest()).decode()
+
+
+def _without_none(value: Any) -> Any:
+    """Leave out empty fields: a table has every field of any of its rows in all of them, rows of their own do not."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:
     """Return a stand-in for what JSON does not know: bytes, arrays, scalars of numpy and torch, pictures."""
     if isinstance(value, bytes):
         return hashlib.blake2b(value, digest_size=ID_BYTES).hexdigest()
-    for method in ("tolist", "tobytes", "isoformat"):
+    for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()
+    if hasattr(value, "tobytes"):  # a picture, of which the bytes alone do not tell the width
+        return [getattr(value, "size", None), value.tobytes()]
     reason = f"a prompt holds a {type(value).__name__}, which has no content that could be hashed"
     raise refuse("algorithm.dppo.prompt.id_column", None, reason, "name a column that tells prompts apart")
 
