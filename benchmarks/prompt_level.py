@@ -122,7 +122,7 @@ class Visits:
 RULES = ("beta", "threshold", "uniform", "chance informative", "oracle, mean energy", "oracle, this group")
 
 
-def visits(batch: Batch, mode: str, choices: int = CHOICES) -> Visits:
+def visits(batch: Batch, mode: str, choices: int) -> Visits:
     """Return what `choices` random choices of completions give."""
     rng, size = np.random.default_rng(0), batch.completions
     prompts, available = batch.all_reward.shape
@@ -205,7 +205,7 @@ def prediction(batch: Batch, mode: str, found: Visits) -> dict[str, float]:
 
 def real_tables(worlds: dict[tuple[str, str], Batch]) -> str:
     """Return the tables on measured gradients."""
-    found = {key: visits(batch, key[1]) for key, batch in worlds.items()}
+    found = {key: visits(batch, key[1], CHOICES) for key, batch in worlds.items()}
     figures = {key: prediction(batch, key[1], found[key]) for key, batch in worlds.items()}
     names = list(next(iter(figures.values())))
     rows = [[*key, *(f"{values[name]:.2f}" for name in names)] for key, values in figures.items()]
@@ -487,33 +487,35 @@ class BothLevels:
         prompts = self.spread.size
         return prompt_inclusion(self.spread, np.ones(prompts, dtype=bool), keep * prompts, min(DEFAULT_FLOOR, keep))
 
-    @cache  # noqa: B019 - a handful of worlds live as long as the process
-    def drawn(self, keep: float) -> list[tuple[Array, Array]]:
-        """Return for some draws of prompts: the rows that are sampled, and the weight of each."""
-        pi, rng = self.prompt_inclusion(keep), np.random.default_rng(0)
-        found = []
-        for _ in range(PROMPT_DRAWS if keep < 1 else 1):
-            rows = np.flatnonzero(draw(pi, rng)[self.batch.group])
-            found.append((rows, 1 / pi[self.batch.group[rows]]))
-        return found
+    def drawn(self, keep: float) -> Iterator[tuple[Array, Array]]:
+        """Yield for some draws of prompts: the rows that are sampled, and the weight of each.
 
-    @cache  # noqa: B019
+        The draws are independent, and use the same random numbers for every keep.
+        """
+        pi, rng = self.prompt_inclusion(keep), np.random.default_rng(0)
+        for _ in range(PROMPT_DRAWS if keep < 1 else 1):
+            rows = np.flatnonzero((rng.random(pi.size) < pi)[self.batch.group])
+            yield rows, 1 / pi[self.batch.group[rows]]
+
+    @cache  # noqa: B019 - a handful of worlds live as long as the process
     def point(self, prompt_keep: float, completion_keep: float) -> Point:
         """Return what a pair of keeps costs and adds.
 
-        Of the draws of prompts a ratio is taken, noise added by the completions over their energy: what the energy is
-        on average is known.
+        Of the draws of prompts ratios are taken: noise added by the completions over their energy, tokens trained on
+        over tokens sampled. What these are divided by is known on average.
         """
         pi = self.prompt_inclusion(prompt_keep)
         norm, seen = np.diag(self.batch.gradient_gram(self.mode)), self.magnitude**2
-        added, energy, trained = np.zeros(2), np.zeros(2), []
+        added, energy, trained, sampled = np.zeros(2), np.zeros(2), 0.0, 0.0
         for rows, weight in self.drawn(prompt_keep):
             inner = neyman_inclusion(self.magnitude[rows] * weight, self.batch.tokens[rows], completion_keep)
             live = inner > 0
             squares = np.array([norm[rows], seen[rows]]) * weight**2
             added += (squares[:, live] * (1 / inner[live] - 1)).sum(1)
             energy += squares[:, live].sum(1)
-            trained.append(float((inner * self.tokens[rows]).sum()))
+            trained += float((inner * self.tokens[rows]).sum())
+            sampled += float(self.tokens[rows].sum())
+        share = float((pi * self.of_prompts(self.tokens)).sum())
         group = np.diag(group_gram(self.batch, self.mode))
         true, driver = (
             float(((of_group / pi).sum() + ratio * (self.of_prompts(square) / pi).sum()) / of_group.sum())
@@ -522,25 +524,36 @@ class BothLevels:
                 (self.of_prompts(seen), seen, added[1] / energy[1]),
             )
         )
-        return Point(float((pi * self.of_prompts(self.tokens)).sum()), float(np.mean(trained)), true, driver)
+        return Point(share, share * trained / sampled, true, driver)
+
+    @cached_property
+    def skipping(self) -> tuple[float, list[tuple[Array, Array]]]:
+        """Where the controller of prompts stands after CONTROLLED_STEPS steps, and what each step sampled on the way.
+
+        The latter as `drawn` has it, by the fixed-size draw of a run.
+        """
+        rng, controller, energy = np.random.default_rng(0), PromptKeepController(), self.of_prompts(self.magnitude**2)
+        steps = []
+        for _ in range(CONTROLLED_STEPS):
+            pi = self.prompt_inclusion(controller.keep)
+            kept = draw(pi, rng)
+            rows = np.flatnonzero(kept[self.batch.group])
+            steps.append((rows, 1 / pi[self.batch.group[rows]]))
+            controller.observe(self.spread, DEFAULT_FLOOR, "beta", kept, pi, energy[kept])
+        return controller.keep, steps
 
     @cache  # noqa: B019
     def settle(self, share: float) -> tuple[float, float]:
         """Return where both controllers stand after CONTROLLED_STEPS steps whose times carry no noise."""
-        rng, of_prompts, of_completions = np.random.default_rng(0), PromptKeepController(), KeepController()
-        energy, prompts = self.of_prompts(self.magnitude**2), self.spread.size
-        for _ in range(CONTROLLED_STEPS):
-            pi = self.prompt_inclusion(of_prompts.keep)
-            kept = draw(pi, rng)
-            rows = np.flatnonzero(kept[self.batch.group])
-            slope, length = self.magnitude[rows] / pi[self.batch.group[rows]], self.batch.tokens[rows]
-            of_prompts.observe(self.spread, DEFAULT_FLOOR, "beta", kept, pi, energy[kept])
-            keep = of_completions.keep
-            trained = float((neyman_inclusion(slope, length, keep) * self.tokens[rows]).sum())
+        controller = KeepController()
+        prompt_keep, steps = self.skipping
+        for rows, weight in steps:
+            magnitude, length, keep = self.magnitude[rows] * weight, self.batch.tokens[rows], controller.keep
+            trained = float((neyman_inclusion(magnitude, length, keep) * self.tokens[rows]).sum())
             if trained > 0:
                 seconds = share * float(self.tokens[rows].sum()), (1 - REST - share) * trained
-                of_completions.observe(*seconds, trained * prompts, keep, inflation_curve(slope, length))
-        return of_prompts.keep, of_completions.keep
+                controller.observe(*seconds, trained, keep, inflation_curve(magnitude, length))
+        return prompt_keep, controller.keep
 
     def chosen(self, share: float, prompt_keep: float | str, completion_keep: float | str) -> Point:
         """Return the point of two keeps, either of which may be `auto`: as both stand when both are."""
