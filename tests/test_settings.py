@@ -11,6 +11,10 @@ def completion(**values):
     return DPPOSettings.from_mapping({"completion": values})
 
 
+def prompt(**values):
+    return DPPOSettings.from_mapping({"prompt": values})
+
+
 def test_dppo_yaml_holds_every_setting_with_its_default_and_a_comment():
     path = f"{next(iter(verl_dppo.config.__path__))}/algorithm/dppo.yaml"
     node = OmegaConf.to_container(OmegaConf.load(path).algorithm.dppo)
@@ -54,7 +58,51 @@ def test_a_bad_completion_setting_is_refused_with_its_name_value_and_way_out(val
     assert "Way out:" in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["prompt", "packing", "balance", "preset"])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enable": 1}, r"prompt\.enable=1 is refused: it is neither true nor false.*give one of the two"),
+        ({"rule": "neyman"}, r"prompt\.rule=neyman is refused: no such choice.*beta, threshold"),
+        ({"schedule": "grow"}, r"prompt\.schedule=grow is refused: no such choice.*refill, shrink"),
+        ({"keep": 0}, r"prompt\.keep=0 is refused.*give a share in \(0, 1\].*prompt\.enable=false"),
+        ({"keep": 1.2}, r"prompt\.keep=1\.2 is refused"),
+        ({"keep": "most"}, r"prompt\.keep='most' is refused: no such choice.*or auto"),
+        ({"keep": True}, r"prompt\.keep=True is refused: it is not a number"),
+        ({"keep": float("nan")}, r"prompt\.keep=nan is refused"),
+        ({"floor": 0}, r"prompt\.floor=0 is refused: a prompt below it could never be sampled.*\(0, keep=0\.9\]"),
+        ({"floor": -0.1}, r"prompt\.floor=-0\.1 is refused"),
+        ({"floor": None}, r"prompt\.floor=None is refused: it is not a number"),
+        ({"keep": 0.4, "floor": 0.5}, r"prompt\.floor=0\.5 is refused.*\(0, keep=0\.4\]"),
+        ({"keep": "auto", "floor": 0.6}, r"prompt\.floor=0\.6 is refused.*0\.5, the smallest keep of auto"),
+        ({"warmup_visits": 0}, r"prompt\.warmup_visits=0 is refused: nothing is known.*an integer >= 1"),
+        ({"warmup_visits": 1.5}, r"prompt\.warmup_visits=1\.5 is refused: it is not an integer"),
+        ({"forgetting": -0.1}, r"prompt\.forgetting=-0\.1 is refused: a weight outside \[0, 1\].*give 0 to remember"),
+        ({"forgetting": 1.1}, r"prompt\.forgetting=1\.1 is refused"),
+        ({"forgetting": "half"}, r"prompt\.forgetting='half' is refused: it is not a number"),
+        ({"id_column": ""}, r"prompt\.id_column='' is refused: it names no column.*or null"),
+        ({"id_column": 3}, r"prompt\.id_column=3 is refused: it names no column"),
+        ({"flor": 0.5}, r"prompt\.flor=0\.5 is refused: no such setting.*floor"),
+    ],
+)
+def test_a_bad_prompt_setting_is_refused_with_its_name_value_and_way_out(values, message):
+    with pytest.raises(RefusedSettingError, match=r"^algorithm\.dppo\." + message) as refusal:
+        prompt(**values)
+    assert "Way out:" in str(refusal.value)
+
+
+def test_a_group_of_settings_that_is_none_is_refused():
+    for name in ("completion", "prompt"):
+        with pytest.raises(RefusedSettingError, match=rf"algorithm\.dppo\.{name}=0\.5 is refused: it is not a group"):
+            DPPOSettings.from_mapping({name: 0.5})
+
+
+def test_the_ends_of_every_range_of_a_prompt_setting_are_let_through():
+    assert prompt(keep=1, floor=1, forgetting=0).prompt.keep == 1
+    assert prompt(keep="auto", floor=0.5, forgetting=1).prompt.floor == 0.5
+    assert prompt(keep=0.2, floor=0.2, warmup_visits=3, id_column="extra_info.index").prompt.warmup_visits == 3
+
+
+@pytest.mark.parametrize("name", ["packing", "balance", "preset"])
 def test_what_is_not_built_is_refused(name):
     with pytest.raises(RefusedSettingError, match=rf"algorithm\.dppo\.{name}=.*not built yet"):
         DPPOSettings.from_mapping({name: {"enable": True}})
@@ -86,7 +134,14 @@ def test_full_batches_come_last_and_in_the_share_that_was_asked_for():
             DPPOSettings(anneal_fraction=bad)
 
 
-def test_each_switch_alone_leaves_stock_verl():
-    assert not DPPOSettings.from_mapping({"enable": False}).prunes_completions
-    assert not completion(enable=False).prunes_completions
-    assert DPPOSettings().prunes_completions
+def test_each_level_has_its_switch_and_both_have_one():
+    def prunes(**values):
+        settings = DPPOSettings.from_mapping(values)
+        return settings.prunes_completions, settings.prunes_prompts, settings.prunes
+
+    off = {"enable": False}
+    assert prunes() == (True, True, True)
+    assert prunes(completion=off) == (False, True, True)
+    assert prunes(prompt=off) == (True, False, True)
+    assert prunes(completion=off, prompt=off) == (False, False, False)
+    assert prunes(enable=False) == (False, False, False)

@@ -20,7 +20,14 @@ from verl.workers.utils import losses
 from verl_dppo import plugin
 from verl_dppo.pruning import neyman_inclusion, score_magnitude
 from verl_dppo.settings import RefusedSettingError
-from verl_dppo.training.loss import BATCH_NUM_TOKENS, EXACT_AGG_MODES, EXACT_LOSS_MODES, WEIGHT, dppo_loss
+from verl_dppo.training.loss import (
+    BATCH_NUM_TOKENS,
+    EXACT_AGG_MODES,
+    EXACT_LOSS_MODES,
+    GLOBAL_BATCH_SIZE,
+    WEIGHT,
+    dppo_loss,
+)
 from verl_dppo.training.refusals import EXACT_ESTIMATORS, check_run
 
 assert plugin  # registers the configurations
@@ -129,9 +136,10 @@ def gradient(actor, advantage, kept=None, weight=None, on_policy=False, mask=Non
         if weight is not None:
             columns[WEIGHT] = torch.tensor([weight[i] for i in rows], dtype=torch.float64)
             columns[BATCH_NUM_TOKENS] = torch.full((len(rows),), float(TOKENS), dtype=torch.float64)
+            columns[GLOBAL_BATCH_SIZE] = torch.full((len(rows),), float(ROWS), dtype=torch.float64)
         batch = TensorDict(columns, batch_size=[len(rows)])
         left = sum(int(mask[i].sum()) for i in rows)
-        tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=left, global_batch_size=ROWS)
+        tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=left, global_batch_size=len(rows))
         output = {"log_probs": jagged(leaves["log_probs"][i] for i in rows)}
         if actor.entropy_coeff:
             output["entropy"] = jagged(leaves["entropy"][i] for i in rows)

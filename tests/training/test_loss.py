@@ -15,11 +15,19 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils import losses
 
 from verl_dppo.pruning import fixed_size_inclusion
-from verl_dppo.training.loss import BATCH_NUM_TOKENS, EXACT_AGG_MODES, EXACT_LOSS_MODES, WEIGHT, dppo_loss
+from verl_dppo.training.loss import (
+    BATCH_NUM_TOKENS,
+    EXACT_AGG_MODES,
+    EXACT_LOSS_MODES,
+    GLOBAL_BATCH_SIZE,
+    WEIGHT,
+    dppo_loss,
+)
 
 ROWS = 6
 PROMPT = [3, 4, 5, 3, 4, 5]
 RESPONSE = [2, 7, 4, 6, 3, 5]
+TOKENS = sum(RESPONSE)
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def tensors():
     }
 
 
-def micro_batch(rows, data, case, weight=None, tokens=None):
+def micro_batch(rows, data, case, weight=None, tokens=TOKENS, size=ROWS):
     columns = {
         "prompts": jagged(torch.zeros(PROMPT[i], dtype=torch.long) for i in rows),
         "responses": jagged(torch.zeros(RESPONSE[i], dtype=torch.long) for i in rows),
@@ -88,10 +96,18 @@ def micro_batch(rows, data, case, weight=None, tokens=None):
     if weight is not None:
         columns[WEIGHT] = torch.tensor([weight[i] for i in rows], dtype=torch.float64)
         columns[BATCH_NUM_TOKENS] = torch.full((len(rows),), float(tokens), dtype=torch.float64)
+        columns[GLOBAL_BATCH_SIZE] = torch.full((len(rows),), float(size), dtype=torch.float64)
     return TensorDict(columns, batch_size=[len(rows)])
 
 
-def gradient(case, kept, weight=None, micro_batches=1, stock=False):
+def of_the_engine(batch, kept):
+    """Add what verl's engine counts by itself: the rows that are left, and their tokens."""
+    tokens = sum(RESPONSE[i] for i in kept)
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(kept))
+    return batch
+
+
+def gradient(case, kept, weight=None, micro_batches=1, stock=False, **denominators):
     """Return the gradient of one optimiser step with respect to all log-probs and entropies of the mini-batch."""
     data = tensors()
     leaves = {name: [x.clone().requires_grad_(True) for x in data[name]] for name in ("log_probs", "entropy")}
@@ -100,9 +116,7 @@ def gradient(case, kept, weight=None, micro_batches=1, stock=False):
         rows = part.tolist()
         if not rows:
             continue
-        batch = micro_batch(rows, data, case, weight, sum(RESPONSE))
-        # The count that verl's engine takes is that of the rows that are left.
-        tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=sum(RESPONSE[i] for i in kept), global_batch_size=ROWS)
+        batch = of_the_engine(micro_batch(rows, data, case, weight, **denominators), kept)
         output = {"log_probs": jagged(leaves["log_probs"][i] for i in rows)}
         if case.entropy:
             output["entropy"] = jagged(leaves["entropy"][i] for i in rows)
@@ -191,9 +205,15 @@ class TestTheEnumerationSeesWhatIsBiased:
         pi, outcomes = pivotal_outcomes()
         case, full = Case(), gradient(Case(), range(ROWS), stock=True)
         total = sum(
-            p * gradient(case, kept, weight=1 / pi) * sum(RESPONSE) / sum(RESPONSE[i] for i in kept)
-            for p, kept in outcomes
+            p * gradient(case, kept, weight=1 / pi, tokens=sum(RESPONSE[i] for i in kept)) for p, kept in outcomes
         )
+        assert (total - full).norm() / full.norm() > 0.02
+
+    def test_a_size_of_the_kept_rows(self):
+        pi, outcomes = poisson_outcomes()
+        case = Case("seq-mean-token-sum")
+        full = gradient(case, range(ROWS), stock=True)
+        total = sum(p * gradient(case, kept, weight=1 / pi, size=max(1, len(kept))) for p, kept in outcomes)
         assert (total - full).norm() / full.norm() > 0.02
 
     def test_no_weights(self):
@@ -243,12 +263,34 @@ def test_threads_do_not_share_weights():
     assert not wrong
 
 
-@pytest.mark.parametrize("missing", [WEIGHT, BATCH_NUM_TOKENS])
+@pytest.mark.parametrize("agg_mode", EXACT_AGG_MODES)
+def test_the_size_and_the_token_count_are_those_of_the_columns_and_not_verls_own(agg_mode):
+    """Twice the one or thrice the other divides by so much more, where the mode divides by it at all."""
+    case = Case(agg_mode, kl=True, entropy=True, scale_factor=scale_factor(agg_mode))
+    stock, ones = gradient(case, range(ROWS), stock=True), np.ones(ROWS)
+    larger = gradient(case, range(ROWS), weight=ones, tokens=2 * TOKENS, size=3 * ROWS)
+    factor = {"token-mean": 2, "token-sum": 1}.get(agg_mode, 3)
+    torch.testing.assert_close(larger * factor, stock, rtol=1e-12, atol=1e-15)
+
+
+def test_verls_own_denominators_are_put_back_afterwards():
+    case, data = Case(), tensors()
+    kept = [0, 2, 4]
+    batch = of_the_engine(micro_batch(kept, data, case, np.ones(ROWS)), kept)
+    dppo_loss(case.config(), {"log_probs": jagged(data["log_probs"][i] for i in kept)}, batch)
+    assert (batch["global_batch_size"], batch["batch_num_tokens"]) == (3, 2 + 4 + 3)
+    bad = case.config()
+    object.__setattr__(bad, "loss_agg_mode", "no-such-mode")
+    with pytest.raises(ValueError, match="no-such-mode"):
+        dppo_loss(bad, {"log_probs": jagged(data["log_probs"][i] for i in kept)}, batch)
+    assert (batch["global_batch_size"], batch["batch_num_tokens"]) == (3, 2 + 4 + 3)
+
+
+@pytest.mark.parametrize("missing", [WEIGHT, BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE])
 def test_a_missing_column_raises_and_names_it(missing):
     case, data = Case(), tensors()
-    batch = micro_batch(range(ROWS), data, case, np.ones(ROWS), sum(RESPONSE))
+    batch = of_the_engine(micro_batch(range(ROWS), data, case, np.ones(ROWS)), range(ROWS))
     del batch[missing]
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=1, global_batch_size=ROWS)
     with pytest.raises(RuntimeError, match=f"'{missing}' did not reach the worker"):
         dppo_loss(case.config(), {"log_probs": jagged(data["log_probs"])}, batch)
 
@@ -256,17 +298,16 @@ def test_a_missing_column_raises_and_names_it(missing):
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_an_unusable_weight_raises(bad):
     case, data = Case(), tensors()
-    batch = micro_batch(range(ROWS), data, case, np.full(ROWS, bad), sum(RESPONSE))
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=1, global_batch_size=ROWS)
+    batch = of_the_engine(micro_batch(range(ROWS), data, case, np.full(ROWS, bad)), range(ROWS))
     with pytest.raises(RuntimeError, match="finite value >= 0"):
         dppo_loss(case.config(), {"log_probs": jagged(data["log_probs"])}, batch)
 
 
-def test_rows_of_two_mini_batches_raise():
+@pytest.mark.parametrize("column", [BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE])
+def test_rows_of_two_mini_batches_raise(column):
     case, data = Case(), tensors()
-    batch = micro_batch(range(ROWS), data, case, np.ones(ROWS), sum(RESPONSE))
-    batch[BATCH_NUM_TOKENS][0] += 1
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=1, global_batch_size=ROWS)
+    batch = of_the_engine(micro_batch(range(ROWS), data, case, np.ones(ROWS)), range(ROWS))
+    batch[column][0] += 1
     with pytest.raises(RuntimeError, match="different mini-batches"):
         dppo_loss(case.config(), {"log_probs": jagged(data["log_probs"])}, batch)
 

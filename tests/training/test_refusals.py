@@ -45,7 +45,7 @@ def test_a_plain_run_is_let_through():
         (["algorithm.dppo.completion.keep=1.01"], r"algorithm\.dppo\.completion\.keep=1\.01 is refused"),
         (["algorithm.dppo.completion.rule=threshold", "algorithm.dppo.completion.rate=1"], r"rate=1 is refused"),
         (["algorithm.dppo.completion.design=systematic"], r"design=systematic is refused.*pivotal"),
-        (["+algorithm.dppo.prompt.enable=true"], r"algorithm\.dppo\.prompt=.*not built yet"),
+        (["algorithm.dppo.prompt.keep=0"], r"algorithm\.dppo\.prompt\.keep=0 is refused"),
         (["+algorithm.dppo.packing.window=8"], r"algorithm\.dppo\.packing=.*not built yet"),
         (["trainer.use_v1=false"], r"trainer\.use_v1=False is refused: .*plain GRPO.*leave it true"),
         (["trainer.v1.trainer_mode=sync"], r"trainer_mode=sync is refused.*plain GRPO"),
@@ -88,8 +88,41 @@ def test_what_is_not_exact_is_refused_with_its_name_value_and_way_out(overrides,
     assert "Way out:" in str(refusal.value)
 
 
-def test_dynamic_sampling_is_let_through_because_the_batch_is_full_when_it_is_pruned():
-    assert check_run(config("algorithm.filter_groups.enable=true")).prunes_completions
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algorithm.filter_groups.enable=true"],
+            r"algorithm\.filter_groups\.enable=True is refused: dynamic sampling",
+        ),
+        (
+            ["trainer.v1.sampler.sync_refill_failed_groups=true"],
+            r"trainer\.v1\.sampler\.sync_refill_failed_groups=True is refused: .*no prompt has an exact weight",
+        ),
+        (["skip.rollout_tq.enable=true"], r"skip\.rollout_tq\.enable=True is refused: rollouts from a file"),
+        (["data.gen_batch_size=32"], r"data\.gen_batch_size=32 is refused: a step draws all its prompts at once"),
+    ],
+)
+def test_what_prompts_cannot_be_pruned_with_is_refused_and_let_through_where_they_are_not(overrides, message):
+    """Completions are pruned of a batch that is full, whatever filled it."""
+    with pytest.raises(RefusedSettingError, match=message) as refusal:
+        check_run(config(*overrides))
+    assert len(str(refusal.value).splitlines()) == 1
+    assert "Way out: " in str(refusal.value)
+    assert "set algorithm.dppo.prompt.enable=false" in str(refusal.value)
+    settings = check_run(config(*overrides, "algorithm.dppo.prompt.enable=false"))
+    assert (settings.prunes_completions, settings.prunes_prompts) == (True, False)
+
+
+def test_a_step_that_fetches_what_it_trains_on_is_let_through():
+    assert check_run(config("data.gen_batch_size=64")).prunes_prompts
+
+
+def test_with_prompts_alone_everything_is_checked_too():
+    alone = "algorithm.dppo.completion.enable=false"
+    assert check_run(config(alone)).prunes_prompts
+    with pytest.raises(RefusedSettingError, match=r"shuffle=True is refused"):
+        check_run(config(alone, f"{ACTOR}.shuffle=true"))
 
 
 def test_a_fixed_micro_batch_that_does_not_divide_is_refused():
@@ -170,9 +203,15 @@ def test_a_verl_inside_the_range_is_not(version):
     check_verl_version(version)
 
 
-@pytest.mark.parametrize("off", ["algorithm.dppo.enable=false", "algorithm.dppo.completion.enable=false"])
+@pytest.mark.parametrize(
+    "off",
+    [
+        ("algorithm.dppo.enable=false",),
+        ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false"),
+    ],
+)
 def test_switched_off_nothing_of_verl_is_refused(off):
-    assert not check_run(config(off, "actor_rollout_ref.rollout.n=1", f"{ACTOR}.shuffle=true")).prunes_completions
+    assert not check_run(config(*off, "actor_rollout_ref.rollout.n=1", f"{ACTOR}.shuffle=true")).prunes
 
 
 def test_without_settings_the_trainer_names_the_choice():

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from verl_dppo.pruning import KeepController, NormRecord
+from verl_dppo.pruning import KeepController, NormRecord, PromptKeepController
 from verl_dppo.training.state import FILE, load_state, save_state
 
 
@@ -24,7 +24,7 @@ def fresh():
 def test_what_was_saved_is_loaded_exactly_and_a_person_can_read_it(tmp_path):
     saved, loaded = parts(), fresh()
     save_state(tmp_path / "global_step_3", saved)
-    assert load_state(tmp_path / "global_step_3", loaded)
+    assert load_state(tmp_path / "global_step_3", loaded) == {"budget", "norms"}
     assert loaded["norms"].state_dict() == saved["norms"].state_dict() != NormRecord().state_dict()
     ours, theirs = (part["budget"].state_dict() for part in (loaded, saved))
     sums = np.array(ours.pop("update_time_sums")) / theirs.pop("update_time_sums")
@@ -39,8 +39,31 @@ def test_what_was_saved_is_loaded_exactly_and_a_person_can_read_it(tmp_path):
 
 def test_a_checkpoint_without_state_leaves_the_parts_as_they_are(tmp_path):
     loaded = fresh()
-    assert not load_state(tmp_path, loaded)
+    assert load_state(tmp_path, loaded) == set()
     assert loaded["budget"].state_dict() == KeepController().state_dict()
+
+
+def test_of_a_state_without_prompts_the_other_parts_are_loaded(tmp_path):
+    """As one is that was saved with prompt pruning off, or before there was any."""
+    saved, loaded = parts(), {**fresh(), "prompts": PromptKeepController()}
+    save_state(tmp_path, saved)
+    assert load_state(tmp_path, loaded, optional=frozenset({"prompts"})) == {"budget", "norms"}
+    assert loaded["norms"].state_dict() == saved["norms"].state_dict()
+    assert loaded["budget"].state_dict()["keep"] == saved["budget"].keep
+    assert loaded["prompts"].state_dict() == PromptKeepController().state_dict()
+    with pytest.raises(ValueError, match="KeyError: 'prompts'"):
+        load_state(tmp_path, loaded)
+
+
+def test_an_optional_part_that_is_there_is_loaded_or_refused_as_any_other(tmp_path):
+    moved, loaded, optional = PromptKeepController(), {"prompts": PromptKeepController()}, frozenset({"prompts"})
+    moved.keep = 0.75
+    save_state(tmp_path, {**parts(), "prompts": moved})
+    assert load_state(tmp_path, loaded, optional) == {"prompts"}
+    assert loaded["prompts"].keep == 0.75
+    (tmp_path / FILE).write_bytes(damaged(lambda s: s.update(prompts={"keep": 0.75})))
+    with pytest.raises(ValueError, match=r"KeyError: 'weighted'.*resume with the version"):
+        load_state(tmp_path, loaded, optional)
 
 
 def damaged(change):

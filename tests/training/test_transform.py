@@ -1,15 +1,18 @@
+import dataclasses
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from training.fake_queue import read
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-from verl_dppo.pruning import variance_inflation
-from verl_dppo.training.metrics import saved_time
+from verl_dppo.pruning import CompletionPlan, variance_inflation
+from verl_dppo.training.metrics import over_drawn_prompts, plan_metrics, saved_time
+from verl_dppo.training.prompt_level import PromptsOfRows
 from verl_dppo.training.transform import (
     _tiny_padding,
     has_advantage,
@@ -103,19 +106,72 @@ def test_variance_inflation_by_hand():
 def test_saved_time_by_hand():
     """A step of 10 s, 4 of rollout and 3 of update and another of a probe, on half of the tokens, 10 % noisier."""
     timing = {"step": 10.0, "gen": 4.0, "old_log_prob": 1.0, "update_actor": 3.0, "dppo_probe": 1.0}
-    assert saved_time(timing, 100, 100, per_token=0.02, rho=0.1)["dppo/seconds_saved"] == pytest.approx(2)
-    assert saved_time(timing, 100, 100, per_token=None, rho=0.1)["dppo/seconds_saved"] == pytest.approx(3)
-    assert saved_time(timing, 100, 100, per_token=0.0, rho=0.1)["dppo/seconds_saved"] == 0
-    assert saved_time(timing, 0, 0, per_token=0.02, rho=0.1)["dppo/seconds_saved"] == 0
-    saved = saved_time(timing, 100, 100, per_token=0.5, rho=0.1)
+    assert saved_time(timing, 1.0, 100, 100, per_token=0.02, rho=0.1)["dppo/seconds_saved"] == pytest.approx(2)
+    assert saved_time(timing, 1.0, 100, 100, per_token=None, rho=0.1)["dppo/seconds_saved"] == pytest.approx(3)
+    assert saved_time(timing, 1.0, 100, 100, per_token=0.0, rho=0.1)["dppo/seconds_saved"] == 0
+    assert saved_time(timing, 1.0, 0, 0, per_token=0.02, rho=0.1)["dppo/seconds_saved"] == 0
+    saved = saved_time(timing, 1.0, 100, 100, per_token=0.5, rho=0.1)
     assert saved["dppo/seconds_saved"] == pytest.approx(3), "a token costs the mean at most"
     assert saved["dppo/time_ratio"] == pytest.approx(1.3)
     assert saved["dppo/noise_equivalent_speedup"] == pytest.approx(13 / (7 * 1.1 + 3))
 
 
+def test_saved_time_of_skipped_prompts_by_hand():
+    """The rollout of all drawn prompts would have had half as many tokens again: 2 s more than its 4."""
+    timing = {"step": 10.0, "gen": 4.0, "update_actor": 3.0}
+    saved = saved_time(timing, 1.5, 100, 100, per_token=0.02, rho=0.1)
+    assert saved["dppo/seconds_saved"] == pytest.approx(2 + 2)
+    assert saved["dppo/time_ratio"] == pytest.approx(1.4)
+    assert saved["dppo/noise_equivalent_speedup"] == pytest.approx(14 / (7 * 1.1 + 3))
+
+
+def two_prompts(monkeypatch):
+    """A prompt of two completions that stands for itself, and one that stands for four."""
+    full = read(monkeypatch, [[0.0, 1.0], [0.0, 2.0]], lengths=[2, 3, 4, 1])
+    return dataclasses.replace(full, prompt_length=np.array([5, 5, 7, 7]), sequence_length=np.array([7, 8, 11, 8]))
+
+
+def test_means_over_drawn_prompts_by_hand(monkeypatch):
+    full, weight = two_prompts(monkeypatch), np.array([1.0, 1.0, 4.0, 4.0])
+    found = over_drawn_prompts(full, weight)
+    assert found["critic/score/mean"] == found["critic/rewards/mean"] == pytest.approx((0 + 1 + 0 + 4 * 2) / 10)
+    assert found["response_length/mean"] == pytest.approx((2 + 3 + 4 * 4 + 4 * 1) / 10)
+    assert found["prompt_length/mean"] == pytest.approx((5 + 5 + 4 * 7 + 4 * 7) / 10)
+    # verl's mean is over tokens: each of the two advantages of a group is +-sqrt(1/2).
+    tokens = np.array([2, 3, 4 * 4, 4 * 1])
+    of_tokens = tokens @ np.array([-1, 1, -1, 1]) * np.sqrt(0.5) / tokens.sum()
+    assert found["critic/advantages/mean"] == found["critic/returns/mean"] == pytest.approx(of_tokens, rel=1e-5)
+
+
+def test_with_equal_weights_they_are_verls_own(monkeypatch):
+    full = two_prompts(monkeypatch)
+    found = over_drawn_prompts(full, np.full(4, 3.0))
+    for name in ("critic/score/mean", "critic/rewards/mean", "critic/advantages/mean"):
+        assert found[name] == pytest.approx(full.verl_metrics[name], rel=1e-6), name
+
+
+def test_figures_of_a_draw_of_both_levels_by_hand(monkeypatch):
+    """Of five candidates two were sampled, with weights 1 and 4; of their completions three are drawn."""
+    full, of_prompt = two_prompts(monkeypatch), np.array([1.0, 1.0, 4.0, 4.0])
+    pi, drawn = np.array([0.5, 1.0, 0.5, 1.0]), np.array([True, True, False, True])
+    weight = np.where(drawn, of_prompt / pi, 0.0)
+    plan = CompletionPlan(weight=weight, pi=pi, mini_batch=np.zeros(4, int), rows=[np.array([0, 1, 3])], padding=[0])
+    prompts = PromptsOfRows(of_prompt, np.zeros(4, int), np.array([5]), 5.0, inflation=0.5)
+    found = plan_metrics(full, plan, np.array([1.0, 2.0, 3.0, 1.0]), prompts)
+    assert found["dppo/prompts_drawn"] == 5
+    assert found["dppo/completions"] == 4
+    assert found["dppo/weight_max"] == 4
+    assert found["dppo/weight_sum_ratio"] == pytest.approx((2 + 1 + 4) / (1 + 1 + 4 + 4))
+    # (1/pi - 1) e^2 of the first and the third, e being magnitude times prompt weight.
+    of_completions = (1 * 1 + 12**2) / (1 + 4 + 12**2 + 4**2)
+    assert found["dppo/variance_inflation"] == pytest.approx(1.5 * (1 + of_completions) - 1)
+    assert found["dppo/kept_token_fraction"] == pytest.approx((2 + 3 + 1) / 10)
+
+
 @pytest.mark.parametrize("first", ["", "import verl; "])
 @pytest.mark.parametrize(
-    "module", ["transform", "metrics", "loss", "advantage", "probe", "state", "refusals", "trainer"]
+    "module",
+    ["transform", "metrics", "loss", "advantage", "probe", "prompt_level", "state", "refusals", "trainer"],
 )
 def test_any_module_may_be_what_imports_verls_trainers(module, first):
     end = "from verl.trainer.ppo.v1 import get_trainer_cls; get_trainer_cls('dppo'); print(plugin.failures)"
