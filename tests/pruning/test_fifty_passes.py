@@ -48,33 +48,28 @@ def pivotal_moments(pi, value) -> tuple[float, float]:
     Of each possible champion the probability and the first two moments of what is kept so far are carried along.
     """
     certain = pi >= 1
-    contenders = np.flatnonzero(~certain)
-    if contenders.size == 0:
-        return float(value.sum()), 0.0
-    fixed, a = float(value[certain].sum()), float(pi[contenders[0]])
-    state = {int(contenders[0]): np.array([1.0, 0.0, 0.0])}
-
-    def with_kept(moments, x):
-        p, first, second = moments
-        return np.array([p, first + x * p, second + 2 * x * first + x * x * p])
-
-    for challenger in contenders[1:].tolist():
-        b, after = float(pi[challenger]), defaultdict(lambda: np.zeros(3))
+    fixed, p, x = float(value[certain].sum()), pi[~certain], value[~certain]
+    if p.size == 0:
+        return fixed, 0.0
+    a, moments = p[0], np.array([[1.0, 0.0, 0.0]])
+    for challenger, b in enumerate(p[1:].tolist(), start=1):
         total = a + b
-        for champion, moments in state.items():
-            if total < 1 - 1e-9:
-                after[champion] += a / total * moments
-                after[challenger] += b / total * moments
-            else:
-                left = max(2 - total, 1e-300)
-                after[challenger] += (1 - b) / left * with_kept(moments, value[champion])
-                after[champion] += (1 - a) / left * with_kept(moments, value[challenger])
-        a, state = (total if total < 1 - 1e-9 else total - 1), after
-    last = sum(
-        (a * with_kept(moments, value[champion]) + (1 - a) * moments for champion, moments in state.items()),
-        np.zeros(3),
-    )
-    return fixed + last[1], last[2] - last[1] ** 2
+        if total < 1 - 1e-9:
+            stays, leaves = a / total * moments, b / total * moments
+            a = total
+        else:
+            stays = (1 - a) / (2 - total) * with_kept(moments, x[challenger])
+            leaves = (1 - b) / (2 - total) * with_kept(moments, x[:challenger])
+            a = total - 1
+        moments = np.vstack([stays, leaves.sum(axis=0)])
+    _, first, second = (a * with_kept(moments, x) + (1 - a) * moments).sum(axis=0)
+    return fixed + first, second - first**2
+
+
+def with_kept(moments, x) -> np.ndarray:
+    """Return (k, 3) probability and moments of sums to which x is added."""
+    p, first, second = moments.T
+    return np.column_stack([p, first + x * p, second + 2 * x * first + x * x * p])
 
 
 @cache
@@ -85,7 +80,7 @@ def simulated(schedule: str, rule: str, mini_batches: int, warmup: int, fault: s
     # Every tenth row asks what the one before it does.
     names = [str(row - (row % 10 == 9)) for row in range(ROWS)]
     # Many pass rates are near 0 or 1.
-    rate = dict(zip(names, rng.beta(0.5, 0.5, ROWS), strict=True))
+    rate = rng.beta(0.5, 0.5, ROWS)
     history, stream = PromptHistory(0.95), PromptStream(ROWS, lambda: rng.permutation(ROWS))
     record, keep = Record(), 0.5
     sums = {"weight": [0.0, 0.0], "tilt": [0.0, 0.0]}
@@ -102,10 +97,9 @@ def simulated(schedule: str, rule: str, mini_batches: int, warmup: int, fault: s
         plan = plan_prompts(history.spread(ids), known, order, mini_batches, size, FLOOR, rule, rng, rng)
         note(record, sums, plan, order, known, rows, ids, step)
         kept = np.flatnonzero(plan.kept)
-        p = np.array([rate[ids[k]] for k in kept])
+        p = rate[[int(ids[k]) for k in kept]]
         history.observe([ids[k] for k in kept], (rng.random((kept.size, GROUP)) < p[:, None]).astype(float), step)
-        for name in rate:
-            rate[name] = float(np.clip(rate[name] + 0.01 * rng.normal(), 0.0, 1.0))
+        rate = np.clip(rate + 0.01 * rng.normal(size=ROWS), 0.0, 1.0)
     record.weight_z, record.tilt_z = (total / variance**0.5 for total, variance in sums.values())
     return record
 
