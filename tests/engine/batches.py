@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from cpu.tiny import EOS
-from engine.cases import ALGORITHMS, MEMBERS, PI, PROMPT, RESPONSE, ROWS, Case
+from engine.cases import ALGORITHMS, PI, PROMPT, PROMPT_PI, PROMPTS, RESPONSE, ROWS, Case
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_dppo.training.loss import BATCH_NUM_TOKENS, WEIGHT
+from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE, WEIGHT
 from verl_dppo.training.transform import rank_order
 
 PADDING = -1
@@ -49,7 +49,7 @@ def arrange(drawn: list[tuple[int, ...]], case: Case, ranks: int) -> list[list[t
     multiple = ranks * max(1, case.micro)
     rows = max(1, -(-max(len(kept) for kept in drawn) // multiple)) * multiple
     places = []
-    for k, (kept, members) in enumerate(zip(drawn, MEMBERS[case.mini_batches], strict=True)):
+    for k, (kept, members) in enumerate(zip(drawn, case.members, strict=True)):
         chosen = list(kept) or members[:1]
         places += [(row, k) for row in chosen + [PADDING] * (rows - len(chosen))]
     lengths = [2 if row == PADDING else PROMPT[row] + RESPONSE[row] for row, _ in places]
@@ -100,11 +100,11 @@ def batch(
     }
     rows_of_mini_batch = ROWS // case.mini_batches
     if drawn is not None:
-        weight, tokens = _weights(case, drawn), _tokens(case, drawn)
+        weight, tokens, size = _weights(case, drawn), _tokens(case, drawn), _sizes(case, drawn)
         columns[WEIGHT] = torch.tensor([weight.get(row, 0.0) for row, _ in places], dtype=torch.float64)
         columns[BATCH_NUM_TOKENS] = torch.tensor([tokens[k] for _, k in places], dtype=torch.float64)
-        if case.fault == "rows of the kept rows":
-            rows_of_mini_batch = sum(map(len, drawn)) // case.mini_batches
+        columns[GLOBAL_BATCH_SIZE] = torch.tensor([size[k] for _, k in places], dtype=torch.float64)
+        rows_of_mini_batch = places_of_all // case.mini_batches  # what the loss must not divide by
     data = TensorDict(columns, batch_size=[len(places)])
     tu.assign_non_tensor(
         data,
@@ -124,11 +124,22 @@ def batch(
 
 def _weights(case: Case, drawn: list[tuple[int, ...]]) -> dict[int, float]:
     kept = [row for rows in drawn for row in rows]
-    return {row: 1.0 if case.fault == "weights dropped" else 1 / PI[row] for row in kept}
+    if case.fault == "weights dropped":
+        return dict.fromkeys(kept, 1.0)
+    of_prompt = dict.fromkeys(range(ROWS), 1.0)
+    if case.two_levels and case.fault != "prompt weights left out":
+        of_prompt = {row: 1 / pi for pi, rows in zip(PROMPT_PI, PROMPTS, strict=True) for row in rows}
+    return {row: of_prompt[row] / PI[row] for row in kept}
 
 
 def _tokens(case: Case, drawn: list[tuple[int, ...]]) -> list[float]:
     """Response tokens that each mini-batch divides by: those from before the draw."""
-    counted = drawn if case.fault == "tokens of the kept rows" else MEMBERS[case.mini_batches]
-    tokens = [float(sum(RESPONSE[row] for row in rows)) for rows in counted]
-    return [sum(tokens)] * len(tokens) if case.fault == "tokens of the whole batch" else tokens
+    if case.fault == "tokens of the kept rows":
+        return [float(max(1, sum(RESPONSE[row] for row in rows))) for rows in drawn]
+    return [sum(case.tokens)] * len(case.tokens) if case.fault == "tokens of the whole batch" else case.tokens
+
+
+def _sizes(case: Case, drawn: list[tuple[int, ...]]) -> list[float]:
+    """Completions that each mini-batch divides by: those from before the draw."""
+    counted = drawn if case.fault == "rows of the kept rows" else case.members
+    return [float(max(1, len(rows))) for rows in counted]

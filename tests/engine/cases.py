@@ -18,6 +18,13 @@ PI = [0.2, 0.6, 0.5, 0.9, 0.3, 0.5]
 ROWS = len(PI)
 MEMBERS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 2, 4], [1, 3, 5]]}
 """Rows of each mini-batch, by number of mini-batches. PI sums to 3, and to 1 and 2: draws of a fixed size exist."""
+PROMPTS = [[0, 1, 2], [3, 4, 5]]
+"""Rows of each prompt, where prompts are drawn, too."""
+PROMPT_PI = [0.4, 0.6]
+DEALT_PROMPTS = {1: [[0, 1]], 2: [[0], [1]]}
+"""Prompts of each mini-batch, by number of mini-batches. PROMPT_PI sums to 1: one of the two can be kept for sure."""
+TOKENS_PER_PROMPT = 11.0
+"""What a candidate counts for with token-mean: a figure of earlier steps, not that of these two."""
 
 
 def _group_relative(normalized: bool) -> torch.Tensor:
@@ -62,6 +69,7 @@ class Case:
     Attributes:
         agg_mode: the algorithm's own where empty.
         micro: rows of a micro-batch; 0 lets verl make micro-batches by tokens.
+        two_levels: prompts are drawn by `design`, then completions of those that are kept, independently.
     """
 
     algorithm: str = "grpo"
@@ -72,6 +80,7 @@ class Case:
     mini_batches: int = 1
     micro: int = 1
     dtype: str = "float64"
+    two_levels: bool = False
     fault: str = ""
 
     @property
@@ -85,9 +94,24 @@ class Case:
             f"{self.mini_batches}x",
             f"micro{self.micro or 'tokens'}",
             self.dtype,
+            "two levels" if self.two_levels else "",
             self.fault,
         )
         return " ".join(part for part in parts if part)
+
+    @property
+    def members(self) -> list[list[int]]:
+        """Rows of each mini-batch: a completion is in that of its prompt, where prompts are drawn."""
+        if not self.two_levels:
+            return MEMBERS[self.mini_batches]
+        return [[row for q in prompts for row in PROMPTS[q]] for prompts in DEALT_PROMPTS[self.mini_batches]]
+
+    @property
+    def tokens(self) -> list[float]:
+        """Response tokens that each mini-batch is divided by: its own, or a constant for each of its prompts."""
+        if not self.two_levels:
+            return [float(sum(RESPONSE[row] for row in rows)) for rows in self.members]
+        return [len(prompts) * TOKENS_PER_PROMPT for prompts in DEALT_PROMPTS[self.mini_batches]]
 
     @property
     def aggregation(self) -> str:
@@ -116,6 +140,11 @@ EVERY_ALGORITHM = [Case(name, kl=kl, entropy=h) for name in ALGORITHMS for kl, h
 EVERY_LAYOUT = [Case("dapo", mini_batches=k, micro=micro) for k in (1, 2) for micro in (1, 2, 0)]
 EVERY_SUBSET = [Case("dapo", design="poisson", mini_batches=k, micro=micro) for k, micro in ((1, 0), (2, 2))]
 MINI_BATCHES = [Case(name, mini_batches=2, micro=0) for name in ALGORITHMS]
+TWO_LEVELS = [
+    Case(agg_mode=mode, two_levels=True, design=design, mini_batches=k, micro=micro)
+    for mode in ("token-mean", "seq-mean-token-mean")
+    for design, k, micro in (("fixed_size", 1, 1), ("poisson", 2, 0))
+]
 SINGLE = [replace(case, dtype="float32") for case in MINI_BATCHES]
 HALF = [replace(case, dtype="bfloat16") for case in MINI_BATCHES]
 FAULTS = [
@@ -123,6 +152,9 @@ FAULTS = [
     Case(fault="tokens of the kept rows"),
     Case("rloo", fault="rows of the kept rows"),
     Case("dapo", mini_batches=2, fault="tokens of the whole batch"),
+    Case(two_levels=True, fault="prompt weights left out"),
+    Case(two_levels=True, fault="tokens of the kept rows"),
+    Case("rloo", two_levels=True, fault="rows of the kept rows"),
 ]
 
 

@@ -44,6 +44,32 @@ def joint_draws(
     design: str, pi: list[float], members: list[list[int]]
 ) -> Iterator[tuple[float, list[tuple[int, ...]]]]:
     """Yield (probability, kept rows of each mini-batch): dealt first, drawn from independently."""
-    separate = [list(DESIGNS[design]({row: pi[row] for row in rows})) for rows in members]
+    yield from _independent([list(DESIGNS[design]({row: pi[row] for row in rows})) for rows in members])
+
+
+def two_level_draws(
+    design: str, prompt_pi: list[float], pi: list[float], prompts: list[list[int]], dealt: list[list[int]]
+) -> Iterator[tuple[float, list[tuple[int, ...]]]]:
+    """Yield the same where prompts are drawn first, and completions of those that are kept independently.
+
+    Args:
+        design: of the draw of prompts in a mini-batch.
+        prompt_pi: of each prompt.
+        pi: of each row, once its prompt is kept.
+        prompts: rows of each.
+        dealt: prompts of each mini-batch.
+    """
+
+    def outcomes(of_mini_batch: list[int]) -> Iterator[tuple[float, tuple[int, ...]]]:
+        for chance, kept_prompts in DESIGNS[design]({q: prompt_pi[q] for q in of_mini_batch}):
+            for of_rows, kept in poisson({row: pi[row] for q in kept_prompts for row in prompts[q]}):
+                yield chance * of_rows, kept
+
+    yield from _independent([list(outcomes(of_mini_batch)) for of_mini_batch in dealt])
+
+
+def _independent(
+    separate: list[list[tuple[float, tuple[int, ...]]]],
+) -> Iterator[tuple[float, list[tuple[int, ...]]]]:
     for outcome in product(*separate):
         yield prod(chance for chance, _ in outcome), [kept for _, kept in outcome]

@@ -6,7 +6,7 @@ between ranks. In place of the optimiser's step the gradient is read, so that ev
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine.batches import Completions, arrange, batch, completions
-from engine.cases import MEMBERS, PI, Case
-from engine.draws import joint_draws
+from engine.cases import DEALT_PROMPTS, PI, PROMPT_PI, PROMPTS, RESPONSE, Case
+from engine.draws import joint_draws, two_level_draws
 from transformers import AutoModelForCausalLM
 from verl.workers.utils.losses import ppo_loss
 
@@ -43,8 +43,16 @@ class Enumeration:
         return self._train(case, drawn, dppo_loss, weighted=True)
 
     def full_gradient(self, case: Case, scale: float = 1.0) -> torch.Tensor:
-        """Return (mini-batches, parameters): stock verl's, on all rows; the loss scaled, which the gradient is not."""
-        return self._train(case, MEMBERS[case.mini_batches], partial(_scaled_ppo_loss, scale), weighted=False) / scale
+        """Return (mini-batches, parameters): stock verl's, on all rows; the loss scaled, which the gradient is not.
+
+        With token-mean verl divides by the tokens of these rows; in its place is put what the case divides by.
+        """
+        full = self._train(case, case.members, partial(_scaled_ppo_loss, scale), weighted=False) / scale
+        if case.aggregation != "token-mean":
+            return full
+        counted = [sum(RESPONSE[row] for row in rows) for rows in case.members]
+        factor = [mine / constant for mine, constant in zip(counted, case.tokens, strict=True)]
+        return full * torch.tensor(factor, dtype=full.dtype)[:, None]
 
     def _train(
         self, case: Case, drawn: list[tuple[int, ...]], loss: Callable[..., Any], weighted: bool
@@ -65,7 +73,7 @@ class Enumeration:
         full = self.full_gradient(case)
         scales = [] if case.dtype == "float64" else [1 / pi for pi in sorted(set(PI))]
         expected, chance, draws = torch.zeros_like(full), 0.0, 0
-        for probability, drawn in joint_draws(case.design, PI, MEMBERS[case.mini_batches]):
+        for probability, drawn in _draws(case):
             expected += probability * self.gradient(case, drawn)
             chance, draws = chance + probability, draws + 1
         return {
@@ -75,6 +83,12 @@ class Enumeration:
             "chance": chance,
             "draws": draws,
         }
+
+
+def _draws(case: Case) -> Iterator[tuple[float, list[tuple[int, ...]]]]:
+    if case.two_levels:
+        return two_level_draws(case.design, PROMPT_PI, PI, PROMPTS, DEALT_PROMPTS[case.mini_batches])
+    return joint_draws(case.design, PI, case.members)
 
 
 def _of_all_ranks(everywhere: list[Any], name: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from engine.cases import MEMBERS, ROWS, Case
 from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 
-from verl_dppo.training.loss import BATCH_NUM_TOKENS, WEIGHT, dppo_loss
+from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE, WEIGHT, dppo_loss
 from verl_dppo.training.probe import MEASURED, gradient_norms
 
 CASES = (Case(), Case("gspo", kl=False, entropy=False), Case("rloo", kl=False))
@@ -31,8 +31,8 @@ def one_by_one(engine, worker, data, rows):
     for row in range(rows):
         one = tu.index_select_tensor_dict(data, [row])
         one[WEIGHT] = torch.tensor([float(dist.get_rank() == 0)], dtype=torch.float64)
-        one[BATCH_NUM_TOKENS] = torch.ones(1, dtype=torch.float64)
-        tu.assign_non_tensor(one, global_batch_size=1, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        one[BATCH_NUM_TOKENS] = one[GLOBAL_BATCH_SIZE] = torch.ones(1, dtype=torch.float64)
+        tu.assign_non_tensor(one, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         worker.engine.optimizer_zero_grad()
         with worker.engine.train_mode():
             worker.engine.forward_backward_batch(one, worker.loss_fn)

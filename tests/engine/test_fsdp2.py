@@ -11,6 +11,7 @@ from engine.cases import (
     HALF,
     MINI_BATCHES,
     SINGLE,
+    TWO_LEVELS,
     Case,
     unique,
 )
@@ -18,9 +19,9 @@ from engine.claims import assert_exact, assert_to_float32, assert_to_the_noise_o
 
 CASES = {
     "1 rank": unique(
-        EVERY_AGGREGATION, EVERY_ALGORITHM, EVERY_LAYOUT, EVERY_SUBSET, MINI_BATCHES, SINGLE, HALF, FAULTS
+        EVERY_AGGREGATION, EVERY_ALGORITHM, EVERY_LAYOUT, EVERY_SUBSET, MINI_BATCHES, TWO_LEVELS, SINGLE, HALF, FAULTS
     ),
-    "2 ranks": unique(EVERY_LAYOUT, EVERY_SUBSET, MINI_BATCHES, SINGLE, HALF),
+    "2 ranks": unique(EVERY_LAYOUT, EVERY_SUBSET, MINI_BATCHES, TWO_LEVELS, SINGLE, HALF),
 }
 
 
@@ -44,7 +45,7 @@ def test_it_is_to_twice_the_noise_of_a_bfloat16_engine(measured, ranks, case):
     assert_to_the_noise_of_bfloat16(measured[ranks][case.name])
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.fault)
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
 def test_the_enumeration_sees_what_is_biased(measured, case):
     assert measured["1 rank"][case.name]["error"] > 1e-3
 
@@ -64,3 +65,8 @@ def test_every_algorithm_and_every_term_changes_the_gradient(measured):
 def test_draws_of_every_subset_are_all_the_subsets(measured):
     assert measured["1 rank"][EVERY_SUBSET[0].name]["draws"] == 2**6
     assert measured["1 rank"][Case().name]["draws"] == 12, "those of three that the pivotal method can keep"
+
+
+def test_draws_of_two_levels_are_all_there_are(measured):
+    """Of one prompt or the other every subset; of each by itself that, or none of it."""
+    assert [measured["1 rank"][case.name]["draws"] for case in TWO_LEVELS[:2]] == [2 * 2**3, (1 + 2**3) ** 2]

@@ -1,7 +1,18 @@
 """The same through verl's Megatron worker: data-, tensor- and pipeline-parallel, with the distributed optimizer."""
 
 import pytest
-from engine.cases import ALGORITHMS, EVERY_ALGORITHM, EVERY_SUBSET, FAULTS, HALF, MINI_BATCHES, SINGLE, Case, unique
+from engine.cases import (
+    ALGORITHMS,
+    EVERY_ALGORITHM,
+    EVERY_SUBSET,
+    FAULTS,
+    HALF,
+    MINI_BATCHES,
+    SINGLE,
+    TWO_LEVELS,
+    Case,
+    unique,
+)
 from engine.claims import assert_exact, assert_to_float32, assert_to_the_noise_of_bfloat16, on_ranks
 
 from verl_dppo.training.loss import EXACT_AGG_MODES
@@ -9,7 +20,9 @@ from verl_dppo.training.loss import EXACT_AGG_MODES
 EVERY_AGGREGATION = [Case(agg_mode=mode) for mode in EXACT_AGG_MODES]
 MODEL_PARALLEL = [*MINI_BATCHES, *HALF[:1]]
 CASES = {
-    "1 rank": unique(EVERY_AGGREGATION, EVERY_ALGORITHM, EVERY_SUBSET[:1], MINI_BATCHES, SINGLE, HALF, FAULTS),
+    "1 rank": unique(
+        EVERY_AGGREGATION, EVERY_ALGORITHM, EVERY_SUBSET[:1], MINI_BATCHES, TWO_LEVELS, SINGLE, HALF, FAULTS
+    ),
     "2 data-parallel": unique(EVERY_SUBSET[1:], MINI_BATCHES, SINGLE, HALF),
     "2 tensor-parallel": MODEL_PARALLEL,
     "2 pipeline-parallel": MODEL_PARALLEL,
@@ -43,7 +56,7 @@ def test_it_is_to_twice_the_noise_of_a_bfloat16_engine(measured, ranks, case):
     assert_to_the_noise_of_bfloat16(measured[ranks][case.name])
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.fault)
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
 def test_the_enumeration_sees_what_is_biased(measured, case):
     assert measured["1 rank"][case.name]["error"] > 1e-3
 
