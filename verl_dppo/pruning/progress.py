@@ -22,8 +22,8 @@ def planned_steps(
     def drawn_after(total: int) -> int:
         warming = max(0, -(-(min(warmup_prompts, prompts) - drawn) // batch_size))
         left = total - done
-        annealed = min(round(anneal_fraction * total), max(left - warming, 0))
-        return drawn + left * batch_size + max(left - warming - annealed, 0) * (steady - batch_size)
+        skipping = max(left - warming - round(anneal_fraction * total), 0)
+        return drawn + left * batch_size + skipping * (steady - batch_size)
 
     least, enough = done, done + max(0, -(-(prompts - drawn) // batch_size))
     while least < enough:
