@@ -2,44 +2,52 @@
 
 from uuid import uuid4
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-
 from verl_dppo.cpu.agent_loop import SeededSingleTurnAgentLoop, sample_key
 
-FIRST_TURN, SECOND_TURN = 40, 80
+SECOND_TURN = 120
 FAILING_INDEX = 3
 
 
 class TwoTurnAgentLoop(SeededSingleTurnAgentLoop):
-    """A short first attempt, then the question again: what stands between the turns is none of the policy's tokens."""
+    """The policy's first line, the same line repeated by the environment, and what the policy makes of it."""
 
     async def run(self, sampling_params, **kwargs):
         first, second = await self.turns(sampling_params, **kwargs)
-        between = len(first.prompt_ids)
+        echo = first.response_ids
         return first.model_copy(
             update={
-                "response_ids": first.response_ids + first.prompt_ids + second.response_ids,
-                "response_mask": first.response_mask + [0] * between + second.response_mask,
-                "response_logprobs": first.response_logprobs + [0.0] * between + second.response_logprobs,
+                "response_ids": first.response_ids + echo + second.response_ids,
+                "response_mask": first.response_mask + [0] * len(echo) + second.response_mask,
+                "response_logprobs": first.response_logprobs + [0.0] * len(echo) + second.response_logprobs,
                 "num_turns": 4,
             }
         )
 
     async def turns(self, sampling_params, **kwargs):
-        first = await super().run({**sampling_params, "max_tokens": FIRST_TURN}, **kwargs)
-        context = first.prompt_ids + first.response_ids + first.prompt_ids
+        """Return what either turn was asked and answered, as outputs of their own."""
+        first = await super().run({**sampling_params, "max_tokens": 40}, **kwargs)
+        text = self.tokenizer.decode(first.response_ids)
+        line = len(text[: text.find("\n") + 1].encode()) or len(first.response_ids)
+        first = first.model_copy(
+            update={
+                "response_ids": first.response_ids[:line],
+                "response_mask": first.response_mask[:line],
+                "response_logprobs": first.response_logprobs[:line],
+            }
+        )
+        context = first.prompt_ids + first.response_ids + first.response_ids
         limits = {"max_tokens": SECOND_TURN, "sample_key": sample_key(kwargs)}
         answer = await self.server_manager.generate(
             request_id=uuid4().hex, prompt_ids=context, sampling_params={**sampling_params, **limits}
         )
-        second = AgentLoopOutput(
-            prompt_ids=context,
-            response_ids=answer.token_ids,
-            response_mask=[1] * len(answer.token_ids),
-            response_logprobs=answer.log_probs,
-            num_turns=4,
-            metrics=first.metrics,
-            extra_fields=dict(first.extra_fields),
+        second = first.model_copy(
+            update={
+                "prompt_ids": context,
+                "response_ids": answer.token_ids,
+                "response_mask": [1] * len(answer.token_ids),
+                "response_logprobs": answer.log_probs,
+                "extra_fields": dict(first.extra_fields),
+            }
         )
         return first, second
 

@@ -327,15 +327,16 @@ def test_a_data_set_smaller_than_the_batch_ends_by_itself_after_its_passes(verl_
     assert [len(line["rows"]) for line in run.prompts] == [8, 11, 11]
     assert run.prompts[-1]["to"] >= rows * passes > run.prompts[-2]["to"]
     check_what_the_loss_received(run)
-    weights = {}
+    visits, twice = Counter(), []
     for line in run.prompts:
+        weights = {}
         for row, weight in zip(line["rows"], line["weight"], strict=True):
             if weight:
-                weights.setdefault((line["step"], row), []).append(weight)
-    assert any(len(set(twice)) > 1 for twice in weights.values()), "no prompt has two weights: the test is empty"
-    visits = Counter(row for _, row in weights for _ in weights[_, row])
-    last = dict(zip(run.prompts[-1]["rows"], run.prompts[-1]["visits"], strict=True))
-    assert last == {row: visits[row] for row in last}
+                weights.setdefault(row, []).append(weight)
+        visits.update({row: len(of_row) for row, of_row in weights.items()})
+        twice += [of_row for of_row in weights.values() if len(set(of_row)) > 1]
+        assert line["visits"] == [visits[row] for row in line["rows"]]
+    assert twice, "no prompt has two weights in a step: the test is empty"
 
 
 # ---- agent loops, and prompts unlike each other ----------------------------------------------------------------------
@@ -351,13 +352,8 @@ def agent(folder, name):
     )
 
 
-def check_constants(run, tokens_of_step):
-    """In every step that could skip prompts, both denominators count the drawn prompts at their nominal size.
-
-    Args:
-        run: with plans and a dump.
-        tokens_of_step: (step) -> response tokens of each completion that enter the loss, in the order of the plan.
-    """
+def check_constants(run):
+    """In every step that could skip prompts, both denominators count the drawn prompts at their nominal size."""
     received, plans = list(run.rows), lines_of(run.folder / "plans.jsonl")
     tokens = prompts = 0.0
     pruned_steps = 0
@@ -372,20 +368,19 @@ def check_constants(run, tokens_of_step):
             assert row["tokens"] == pytest.approx(drawn[k] * tokens / prompts, rel=1e-12)
         if pi.min() < 1:
             pruned_steps += 1
-            pi_of_row = dict(zip(map(tuple, plan["sequences"]), pi[place] * np.array(plan["pi"]), strict=True))
+            weights = {}
+            for sequence, pi_of_row in zip(plan["sequences"], pi[place] * np.array(plan["pi"]), strict=True):
+                weights.setdefault(tuple(sequence), []).append(1 / pi_of_row if pi_of_row else 0.0)
             weighted = [row for row in mine if row["weight"]]
             assert weighted, "no row of a pruned step has a gradient: the test is empty"
             for row in weighted:
-                assert row["weight"] == pytest.approx(1 / pi_of_row[tuple(row["sequence"])], rel=1e-12)
-        length = np.array(tokens_of_step(plan))
+                of_same = weights[tuple(row["sequence"])]
+                assert min(abs(row["weight"] / weight - 1) for weight in of_same if weight) < 1e-12
+        length = np.array(plan["arguments"]["length"])
         tokens = FORGETTING * tokens + (length / pi[place]).sum()
         prompts = FORGETTING * prompts + (1 / pi[np.unique(place)]).sum()
     assert not received
     assert pruned_steps > 1
-
-
-def lengths_of_plan(plan):
-    return plan["arguments"]["length"]
 
 
 @pytest.mark.long
@@ -397,8 +392,8 @@ def test_a_multi_turn_agent_loop_has_its_prompts_pruned(verl_run, tmp_path):
     assert all(m["training/num_turns/mean"] == 4 for m in run.metrics)
     for line, plan in zip(run.prompts, lines_of(run.folder / "plans.jsonl"), strict=True):
         shown = [len(text.encode()) for text in Rollouts(run, line).text]
-        assert all(length < text for length, text in zip(lengths_of_plan(plan), shown, strict=True))
-    check_constants(run, lengths_of_plan)
+        assert all(length < text for length, text in zip(plan["arguments"]["length"], shown, strict=True))
+    check_constants(run)
 
 
 @pytest.mark.long
@@ -407,7 +402,7 @@ def test_sessions_with_several_outputs_have_their_prompts_pruned(verl_run, tmp_p
     data = data_of(tmp_path / "data", PROMPTS)
     run = run_logged(verl_run, tmp_path, *PRUNED, *agent(tmp_path, "SeveralOutputsAgentLoop"), *data, steps=4)
     assert [m["dppo/completions"] for m in run.metrics] == [PROMPTS * COMPLETIONS * 3 / 2] * 4
-    check_constants(run, lengths_of_plan)
+    check_constants(run)
 
 
 @pytest.mark.long
@@ -419,7 +414,7 @@ def test_prompts_with_their_own_number_of_completions_are_pruned(verl_run, tmp_p
     for line in run.prompts:
         groups = Counter(Rollouts(run, line).place.tolist())
         assert groups == {k: sizes[line["rows"][k]] for k in np.flatnonzero(line["kept"])}
-    check_constants(run, lengths_of_plan)
+    check_constants(run)
 
 
 @pytest.mark.long
