@@ -69,8 +69,10 @@ def test_with_prompts_pruned_the_expected_gradient_is_that_of_all_candidates(nam
         assert features <= found.features
 
 
-@each_rule
-@each_cell
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [*((name, "beta") for name in CELLS), ("refill", "threshold"), ("shrink, 2 mini-batches", "threshold")],
+)
 def test_with_both_levels_pruned_the_expected_gradient_is_that_of_all_candidates(name, rule, monkeypatch):
     assert enumerated(CELLS[name][0], monkeypatch, rule=rule, completions=0.5).error < BOUND
 
@@ -81,14 +83,14 @@ def test_also_with_kl_and_entropy_terms_where_every_completion_has_a_gradient(na
     assert enumerated(cell, monkeypatch, completions=0.5, terms=True).error < BOUND
 
 
-@pytest.mark.parametrize("deal", [1, 2])
+@pytest.mark.parametrize("deal", [1])
 @pytest.mark.parametrize("name", ["refill", "refill, 2 mini-batches", "shrink, 2 mini-batches"])
 def test_whatever_deals_the_mini_batches_and_the_rewards(name, deal, monkeypatch):
     assert enumerated(CELLS[name][0], monkeypatch, terms=True, deal=deal).error < BOUND
 
 
 @pytest.mark.parametrize("schedule", ["refill", "shrink"])
-def test_the_second_mini_batch_is_exact_whatever_the_first_one_drew(schedule, monkeypatch):
+def test_with_prompts_pruned_the_second_mini_batch_is_exact_whatever_the_first_one_drew(schedule, monkeypatch):
     """The parameters that it meets were moved by the first one: E[weight | weights before] = 1."""
     cell = dataclasses.replace(LARGE, schedule=schedule, terms=True)
     run = Run(cell, monkeypatch)
@@ -108,10 +110,11 @@ def test_the_second_mini_batch_is_exact_whatever_the_first_one_drew(schedule, mo
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("terms", [False, True])
 @each_rule
 @each_cell
-def test_with_both_levels_and_all_terms(name, rule, monkeypatch):
-    assert enumerated(CELLS[name][0], monkeypatch, rule=rule, completions=0.5, terms=True).error < BOUND
+def test_with_both_levels_in_every_cell(name, rule, terms, monkeypatch):
+    assert enumerated(CELLS[name][0], monkeypatch, rule=rule, completions=0.5, terms=terms).error < BOUND
 
 
 @pytest.mark.long
@@ -187,7 +190,7 @@ def test_the_enumeration_sees_a_fault(fault, name, monkeypatch):
 @pytest.mark.parametrize("schedule", ["refill", "shrink"])
 def test_the_enumeration_sees_no_prompt_weight_in_either_schedule_with_both_levels(schedule, monkeypatch):
     change_observed(monkeypatch, no_prompt_weight)
-    assert enumerated(CELLS[schedule][0], monkeypatch, completions=0.5).error > 1e-3
+    assert enumerated(CELLS[schedule][0], monkeypatch, completions=0.5, steps=3).error > 1e-3
 
 
 def test_the_enumeration_sees_probabilities_from_before_they_were_solved_for_the_size(monkeypatch):
