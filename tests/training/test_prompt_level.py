@@ -376,6 +376,7 @@ def test_a_run_that_stopped_goes_on_exactly_also_at_the_end_of_a_pass(make, tmp_
     message = resumed(again, state, tmp_path / "checkpoint")
     seen = int((whole.history.visits(whole.ids) > 0).sum())
     assert f"{seen} of the 24 prompts of the data set are remembered, 0 that are remembered are not in it" in message
+    assert "begins anew" not in message
     assert same_history(whole, again)
     if stop == 3:
         assert whole.stream.position == 24
@@ -401,6 +402,7 @@ def test_of_a_reordered_data_set_all_prompts_are_remembered_and_the_pass_begins_
     again = make(given=rows[::-1], keep=0.5)
     message = resumed(again, state, tmp_path / "checkpoint")
     assert "24 of the 24 prompts" in message
+    assert "begins anew" in message
     assert again.stream.position == 24
     assert again.history.spread(level.ids).tolist() == level.history.spread(level.ids).tolist()
     draw(again, 5)
@@ -414,6 +416,7 @@ def test_of_a_changed_data_set_what_is_remembered_counts_and_the_message_says_ho
     again = make(given=rows[4:24], keep=0.5)
     message = resumed(again, state, tmp_path / "checkpoint")
     assert "12 of the 20 prompts of the data set are remembered, 4 that are remembered are not in it" in message
+    assert "begins anew" in message
     draw(again, 3)
     made = again.submission
     assert made.plan.pi.size == round(8 / (1 - 12 / 20 * 0.5))
@@ -443,6 +446,7 @@ def test_a_history_that_is_missing_or_torn_is_refused_with_its_path(make, tmp_pa
     "change",
     [
         {"kept": -1},
+        {"plan": {}},
         {"tokens": float("nan")},
         {"tokens": -1.0},
         {"prompts": float("inf")},
@@ -479,8 +483,26 @@ def test_the_planned_steps_draw_all_passes_and_no_step_is_spare(make, prompt, an
         assert level.stream.position < 3 * 24 or anneal
         step(level, number, full=number > total - round(anneal * total))
         if prompt["keep"] != "auto":
-            assert total - (anneal > 0) <= level.planned_steps(number) <= total
+            assert level.planned_steps(number) == total
     assert level.stream.position >= 3 * 24
+
+
+@pytest.mark.parametrize("stop", [0, 3, 6, 7])
+def test_a_run_that_stopped_has_the_same_plan_also_where_annealing_has_begun(make, tmp_path, stop):
+    level = make(keep=0.5, anneal=0.25, epochs=4)
+    total = level.planned_steps(0)
+    assert total == 9
+    for number in range(1, stop + 1):
+        step(level, number, full=number > total - 2)
+        assert level.planned_steps(number) == total
+    state = saved(level, tmp_path / "checkpoint")
+    again = make(keep=0.5, anneal=0.25, epochs=4)
+    again.planned_steps(0)
+    resumed(again, state, tmp_path / "checkpoint")
+    assert again.planned_steps(stop) == total
+    longer = make(keep=0.5, anneal=0.25, epochs=9)
+    resumed(longer, state, tmp_path / "checkpoint")
+    assert longer.planned_steps(stop) > total
 
 
 def test_with_auto_the_plan_follows_the_share_that_is_kept(make):

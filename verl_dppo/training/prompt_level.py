@@ -128,7 +128,9 @@ class PromptLevel:
         self.controller = PromptKeepController()
         self.submission: Submission | None = None
         self.kept, self.tokens, self.prompts = 0, 0.0, 0.0
-        self._checksum = 0
+        self._checksum, self._interrupted = 0, False
+        # The planned steps, and what they were planned for.
+        self._plan: dict[str, float] = {"steps": 0, "epochs": 0, "anneal_fraction": 0.0}
         # Rows with the same id share a code, so that the known part of a whole pass is found without naming its rows.
         names, self._code = np.unique(np.array(self.ids), return_inverse=True)
         self._names = names.tolist()
@@ -256,13 +258,19 @@ class PromptLevel:
     def planned_steps(self, done: int) -> int:
         """Return the steps of the whole training as the present `keep` has it: all passes, nothing lost at their ends.
 
+        From the last step before the annealed ones on, the plan stands. Made anew it would take their share off what is
+        left to draw, and end them early.
+
         Args:
             done: steps that were taken.
         """
+        goal, total = {"epochs": self.epochs, "anneal_fraction": self.anneal_fraction}, int(self._plan["steps"])
+        if self._plan == goal | {"steps": total} and total - round(self.anneal_fraction * total) <= done < total:
+            return total
         steady = self.batch_size
         if self.settings.schedule == "refill":
             steady = candidates(self.batch_size, self.keep, 1.0, self.mini_batches, self.settings.floor)
-        return planned_steps(
+        total = planned_steps(
             done,
             self.stream.position,
             self.epochs * self.stream.rows,
@@ -271,12 +279,15 @@ class PromptLevel:
             steady,
             self.anneal_fraction,
         )
+        self._plan = goal | {"steps": total}
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the history, and by which checksum its file is known; after `save`."""
         return {
             "stream": self.stream.state_dict(),
             "budget": self.controller.state_dict(),
+            "plan": dict(self._plan),
             "kept": self.kept,
             "tokens": self.tokens,
             "prompts": self.prompts,
@@ -292,10 +303,14 @@ class PromptLevel:
         kept, tokens, prompts = int(state["kept"]), float(state["tokens"]), float(state["prompts"])
         if kept < 0 or not 0 <= tokens < np.inf or not 0 <= prompts < np.inf:
             raise ValueError("the saved prompt level holds figures that no run leaves")
+        plan = {name: state["plan"][name] for name in self._plan}
         self._checksum = int(state["history"]["checksum"])
+        # Of another data set, or another order of its rows, the stream begins the pass anew.
+        of_stream = self.stream.state_dict()
+        self._interrupted = any(state["stream"][name] != of_stream[name] for name in ("rows", "fingerprint"))
         self.stream.load_state_dict(state["stream"])
         self.controller.load_state_dict(state["budget"])
-        self.kept, self.tokens, self.prompts = kept, tokens, prompts
+        self.kept, self.tokens, self.prompts, self._plan = kept, tokens, prompts, plan
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the history into a checkpoint folder, made where it is not there yet."""
@@ -323,6 +338,11 @@ class PromptLevel:
         return (
             f"prompt history: {matched} of the {len(self._names)} prompts of the data set are remembered, "
             f"{len(self.history) - matched} that are remembered are not in it"
+            + (
+                "; rows came, went or changed their order, so the interrupted pass begins anew"
+                if self._interrupted
+                else ""
+            )
         )
 
 
