@@ -30,6 +30,10 @@ EXACT_WEIGHTS = (
     "tests/pruning/test_plan.py::test_the_expected_weight_of_every_completion_is_one_in_every_mini_batch_exactly"
 )
 HALF_RIGHT = "tests/pruning/test_inclusion.py::test_half_right_is_not_below_its_own_mean"
+BOTH_LEVELS = (
+    "tests/training/test_two_levels.py::"
+    "test_with_both_levels_pruned_the_expected_gradient_is_that_of_all_candidates[refill-beta]"
+)
 FULL_GROUPS = "tests/training/test_advantage.py::test_survivors_keep_the_advantage_of_the_full_group"
 
 MUTATIONS = {
@@ -41,17 +45,35 @@ MUTATIONS = {
         "        return aggregate(loss_mat * weight, *args, **kwargs)",
         ENUMERATION,
     ),
-    "the un-pruned denominator, in the loss": Mutation(
-        "verl_dppo/training/loss.py",
-        "    tu.assign_non_tensor(data, batch_num_tokens=float(tokens[0]))\n",
-        "",
-        ENUMERATION,
+    "the un-pruned token count, in the loss": Mutation(
+        "verl_dppo/training/loss.py", "batch_num_tokens=float(tokens[0]), ", "", ENUMERATION
     ),
-    "the un-pruned denominator, in the trainer": Mutation(
+    "the un-pruned number of completions, in the loss": Mutation(
+        "verl_dppo/training/loss.py", ", global_batch_size=float(size[0])", "", ENUMERATION
+    ),
+    "the un-pruned token count, in the trainer": Mutation(
         "verl_dppo/training/trainer.py",
-        "tokens = np.bincount(plan.mini_batch, full.length)",
-        "tokens = np.bincount(plan.mini_batch, full.length * (plan.weight > 0))",
+        "        return plan, tokens, size\n",
+        "        return plan, np.bincount(mini_batch, full.length * (plan.weight > 0)), size\n",
         WHAT_ARRIVES,
+    ),
+    "the un-pruned number of completions, in the trainer": Mutation(
+        "verl_dppo/training/trainer.py",
+        "        return plan, tokens, size\n",
+        "        return plan, tokens, np.bincount(mini_batch, plan.weight > 0).astype(np.float64)\n",
+        WHAT_ARRIVES,
+    ),
+    "the weight of the prompt": Mutation(
+        "verl_dppo/training/trainer.py",
+        "        plan = replace(plan, weight=plan.weight * prompts.weight)\n",
+        "",
+        BOTH_LEVELS,
+    ),
+    "the candidates that were skipped, in the denominators": Mutation(
+        "verl_dppo/training/trainer.py",
+        "            drawn = prompts.drawn.astype(np.float64)\n",
+        "            drawn = np.bincount(mini_batch[np.unique(full.group, return_index=True)[1]]).astype(np.float64)\n",
+        BOTH_LEVELS,
     ),
     "full-group advantages, in the estimator": Mutation(
         "verl_dppo/training/advantage.py",

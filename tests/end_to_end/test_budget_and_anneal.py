@@ -2,8 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
-from end_to_end.conftest import DPPO
+from end_to_end.conftest import DPPO, PROMPTS
 
 pytestmark = pytest.mark.end_to_end
 
@@ -34,7 +35,8 @@ def test_probes_compare_magnitudes_with_true_norms(adaptive):
 
 def test_the_last_steps_are_verls_own_on_full_batches(adaptive):
     last = adaptive.metrics[3]
-    assert not [name for name in last if name.startswith("dppo/")]
+    assert {name for name in last if name.startswith("dppo/") and not name.startswith("dppo/prompts/")} == set()
+    assert last["dppo/prompts/total_drawn"] == last["dppo/prompts/total_kept"] == 4 * PROMPTS
     assert "actor/entropy" in last
     assert last["global_seqlen/mean"] > adaptive.metrics[2]["global_seqlen/mean"]
 
@@ -45,6 +47,16 @@ def test_the_budget_is_learnt_from_measured_times_and_saved(adaptive):
     assert budget["keep"] == 0.6
     assert budget["rollout_seconds"] > 0
     assert budget["inflation"][0] > budget["inflation"][9] > budget["inflation"][-1]
+
+
+def test_the_prompt_history_lies_beside_it_and_numpy_reads_it(adaptive):
+    prompts = state_of(adaptive, 4)["prompts"]
+    assert prompts["kept"] == prompts["stream"]["position"] == 4 * PROMPTS
+    file = np.load(adaptive.folder / "checkpoints" / "global_step_4" / prompts["history"]["file"])
+    assert prompts["history"]["file"] == "dppo_prompts.npz"
+    assert len(file["id"]) == prompts["history"]["prompts"] == 4 * PROMPTS
+    assert sorted(file["step"]) == [step for step in (1, 2, 3, 4) for _ in range(PROMPTS)]
+    assert set(file["visits"]) == {1}
 
 
 def test_norms_the_switch_and_the_updates_resume_to_the_bit(adaptive, verl_run, tmp_path):

@@ -26,12 +26,25 @@ def test_the_stock_run_trains(stock):
 
 @pytest.mark.parametrize(
     "off",
-    ["algorithm.dppo.enable=false", "algorithm.dppo.completion.enable=false", "algorithm.dppo.anneal_fraction=1"],
+    [
+        ("algorithm.dppo.enable=false",),
+        ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false"),
+    ],
 )
 def test_off_gives_the_same_gradient_norms_and_parameters_to_the_bit(verl_run, stock, off):
-    run = verl_run(*DPPO, off, *ONE_ROW_MICRO_BATCHES)
+    run = verl_run(*DPPO, *off, *ONE_ROW_MICRO_BATCHES)
     assert run.updates == stock.updates
-    assert not [name for name in run.metrics[0] if name.startswith("dppo/")]
+    assert not [name for metrics in run.metrics for name in metrics if name.startswith("dppo/")]
+
+
+def test_annealed_steps_give_the_same_while_prompts_are_remembered(verl_run, stock):
+    """The prompt level draws the prompts that verl's loader would, and watches."""
+    run = verl_run(*DPPO, "algorithm.dppo.anneal_fraction=1", *ONE_ROW_MICRO_BATCHES)
+    assert run.updates == stock.updates
+    for step, metrics in enumerate(run.metrics, start=1):
+        assert all(name.startswith("dppo/prompts/") for name in metrics if name.startswith("dppo/"))
+        assert metrics["dppo/prompts/remembered"] == step * PROMPTS
+        assert metrics["dppo/prompts/skipped"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ def test_the_loss_is_handed_the_weights_advantages_and_denominators_of_the_full_
         tokens = np.bincount(dealt, length)
         mine = [next(rows) for _ in range(round(metrics["dppo/rows_per_mini_batch"]) * 2)]
         expected = {(t, k): a for t, k, a in zip(text, tokens[dealt], advantage, strict=True)}
+        assert {row["size"] for row in mine} == {PROMPTS * COMPLETIONS / 2}
         for row in mine:
             shown = tokenizer.decode(row["response"], skip_special_tokens=True)
             same = [a for (t, k), a in expected.items() if t == shown and k == row["tokens"]]

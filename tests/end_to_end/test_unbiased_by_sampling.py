@@ -164,6 +164,7 @@ def sample(verl_run, folder, design, steps):
             f"algorithm.dppo.completion.design={design}",
             "algorithm.dppo.completion.keep=0.5",
             "algorithm.dppo.completion.probe_every=null",
+            "algorithm.dppo.prompt.enable=false",  # the same eight prompts in every step
             f"algorithm.dppo.anneal_fraction={1 / (steps + 1)}",
             "actor_rollout_ref.actor.optim.lr=0",
             "actor_rollout_ref.actor.optim.weight_decay=0",
