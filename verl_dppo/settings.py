@@ -165,7 +165,7 @@ class PromptSettings:
     warmup_visits: int = 1
     """How often a prompt must have been visited before it can be skipped, >= 1."""
 
-    forgetting: float = 0.5
+    forgetting: float = 0.7
     """How much what was remembered of a prompt still counts at its next visit, in [0, 1]."""
 
     id_column: str | None = None

@@ -40,7 +40,7 @@ class PromptHistory:
     over all prompts: nothing is rounded to right or wrong, and the scale of the rewards does not matter.
     """
 
-    def __init__(self, forgetting: float = 0.5) -> None:
+    def __init__(self, forgetting: float = 0.7) -> None:
         """Know nothing yet.
 
         Args:

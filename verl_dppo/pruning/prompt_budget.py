@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_dppo.pruning.budget import CAUTION
 from verl_dppo.pruning.prompts import prompt_inclusion
 
 Array = NDArray[np.float64]
@@ -23,6 +22,8 @@ LARGEST_CHANGE = 0.02
 FORGETTING = 0.97
 """A step counts this much less with every later one: some thirty steps are remembered. Gradient energies scatter."""
 STEPS_BEFORE_MOVING = 5
+CAUTION = 1.1
+"""What rho is taken times when a share is chosen: skipping at random, which is worth nothing, must not look free."""
 
 
 def prompt_inflation(pi: Array, energy: Array) -> float:
