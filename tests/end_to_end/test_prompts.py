@@ -23,7 +23,15 @@ LONGEST = 192
 VALIDATION_ROWS = 16
 # Of a prompt's response tokens the mean over past steps is remembered, each step counting this much less.
 FORGETTING = 0.9
-PRUNED = (*DPPO, "algorithm.dppo.prompt.keep=0.7", "algorithm.dppo.completion.keep=0.5", TWO_MINI_BATCHES)
+FLOOR, REMEMBERED = 0.3, 0.5
+PRUNED = (
+    *DPPO,
+    "algorithm.dppo.prompt.keep=0.7",
+    f"algorithm.dppo.prompt.floor={FLOOR}",
+    f"algorithm.dppo.prompt.forgetting={REMEMBERED}",
+    "algorithm.dppo.completion.keep=0.5",
+    TWO_MINI_BATCHES,
+)
 ALL_PASSES = "trainer.total_training_steps=null"
 
 
@@ -217,17 +225,17 @@ def test_each_mini_batch_keeps_its_share_of_the_batch_and_the_rest_of_the_plan_f
             assert pi[mini_batch == k].sum() == pytest.approx(PROMPTS / MINI_BATCHES)
             assert sum(np.array(line["kept"])[mini_batch == k]) == PROMPTS / MINI_BATCHES
         if size > PROMPTS:
-            assert pi.min() >= 0.3
+            assert pi.min() >= FLOOR
             p = np.array([(count[row] * mean[row] + 1) / (count[row] + 2) for row in line["rows"]])
             spread = np.sqrt(p * (1 - p))
             for k in range(MINI_BATCHES):
-                free = (mini_batch == k) & (pi < 1) & (pi > 0.3)
+                free = (mini_batch == k) & (pi < 1) & (pi > FLOOR)
                 ratio = pi[free] / spread[free]
                 assert ratio == pytest.approx(np.full(free.sum(), ratio.mean()), rel=1e-3)
         rollouts = Rollouts(refill, line)
         for place in np.unique(rollouts.place):
             row, score = line["rows"][place], rollouts.score[rollouts.place == place]
-            old = 0.5 * count[row]
+            old = REMEMBERED * count[row]
             count[row] = old + score.size
             mean[row] = (old * mean[row] + score.sum()) / count[row]
             visits[row] += 1
