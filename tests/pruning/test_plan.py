@@ -1,3 +1,5 @@
+from collections import defaultdict
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,9 @@ from pruning.pivotal_tree import every_path
 from verl_dppo.pruning import deal_mini_batches, neyman_inclusion, plan_completions
 
 
-def make_plan(seed, n=64, mini_batches=2, multiple=4, keep=0.5, informative_share=0.7, design="pivotal"):
+def make_plan(
+    seed, n=64, mini_batches=2, multiple=4, keep=0.5, informative_share=0.7, design="pivotal", own_rows=False
+):
     rng = np.random.default_rng(seed)
     magnitude = rng.lognormal(size=n) * (rng.random(n) < informative_share)
     length = rng.integers(1, 200, n).astype(float)
@@ -30,6 +34,7 @@ def make_plan(seed, n=64, mini_batches=2, multiple=4, keep=0.5, informative_shar
         keep / 4,
         design,
         np.random.default_rng(seed),
+        own_rows,
     )
     return plan, magnitude, length
 
@@ -198,3 +203,72 @@ def test_independent_draws_that_keep_nothing_leave_one_inert_row():
     assert 1 in plan.kept.tolist()
     assert plan.rows_per_mini_batch == 2
     assert (plan.weight == 0).all()
+
+
+def plan_of_kept_prompts(kept, rng, own_rows):
+    """Plan the completions of those of six prompts that were kept, three in each of two mini-batches.
+
+    Returns the (18,) weights, and the magnitudes of all.
+    """
+    made = np.random.default_rng(2)
+    group_of, mini_batch_of = np.repeat(np.arange(6), 3), np.repeat([0, 1], 9)
+    magnitude = made.lognormal(size=18) * (made.random(18) < np.repeat(made.random(6), 3))
+    length = made.integers(5, 60, 18).astype(float)
+    rows = np.flatnonzero(np.isin(group_of, kept))
+    target = np.zeros(rows.size)
+    for k in (0, 1):
+        mine = mini_batch_of[rows] == k
+        target[mine] = neyman_inclusion(magnitude[rows][mine], length[rows][mine], 0.5)
+    plan = plan_completions(
+        magnitude[rows] / np.sqrt(length[rows]),
+        target,
+        mini_batch_of[rows],
+        np.arange(rows.size),
+        length[rows],
+        magnitude[rows],
+        mini_batches=2,
+        multiple=1,
+        floor=0.125,
+        design="pivotal",
+        rng=rng,
+        own_rows=own_rows,
+    )
+    weight = np.zeros(18)
+    weight[rows] = plan.weight
+    return weight, magnitude
+
+
+def error_of_the_second_mini_batch(own_rows):
+    """Return the largest |E[weight | weights of the first mini-batch] - 1|; two of three prompts are kept in each."""
+    chance, expected = defaultdict(float), defaultdict(float)
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    for kept in [(*first, *(3 + q for q in second)) for first in pairs for second in pairs]:
+        paths = every_path(lambda rng, kept=kept: plan_of_kept_prompts(kept, rng, own_rows))
+        for probability, (weight, magnitude) in paths:
+            seen = weight[:9].tobytes()
+            chance[seen] += probability / 9
+            expected[seen] = expected[seen] + probability / 9 * weight[9:] * 1.5
+            live = magnitude[9:] > 0
+    assert live.sum() > 3
+    return max(np.abs(expected[seen][live] / chance[seen] - 1).max() for seen in chance)
+
+
+def test_with_rows_of_its_own_a_mini_batch_is_exact_whatever_the_one_before_drew():
+    assert error_of_the_second_mini_batch(own_rows=True) < 1e-12
+    assert error_of_the_second_mini_batch(own_rows=False) > 0.05, "the error that rows of its own mend"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 6), st.floats(0.05, 1.0), st.floats(0, 1))
+def test_rows_of_its_own_are_filled_up_to_a_common_number(seed, mini_batches, multiple, keep, share):
+    plan, magnitude, _ = make_plan(seed, 64, mini_batches, multiple, keep, share, own_rows=True)
+    assert plan.rows_per_mini_batch % multiple == 0
+    drawn = plan.weight > 0
+    for k, (mine, lacking) in enumerate(zip(plan.rows, plan.padding, strict=True)):
+        assert mine.size + lacking == plan.rows_per_mini_batch
+        of_mine = plan.mini_batch == k
+        live = of_mine & (magnitude > 0)
+        assert drawn[of_mine].sum() == pytest.approx(plan.pi[of_mine].sum())
+        assert drawn[of_mine].sum() >= min(1, live.sum())
+        assert drawn[mine].sum() == drawn[of_mine].sum()
+    assert (plan.weight[drawn] == 1 / plan.pi[drawn]).all()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from training.two_levels_run import Cell, Found, Run, enumerate_steps, every_update
 
+from verl_dppo.pruning import plan_completions
+from verl_dppo.training import trainer as trainer_module
 from verl_dppo.training.prompt_level import PromptLevel
 
 BOUND = 1e-10
@@ -89,24 +91,70 @@ def test_whatever_deals_the_mini_batches_and_the_rewards(name, deal, monkeypatch
     assert enumerated(CELLS[name][0], monkeypatch, terms=True, deal=deal).error < BOUND
 
 
-@pytest.mark.parametrize("schedule", ["refill", "shrink"])
-def test_with_prompts_pruned_the_second_mini_batch_is_exact_whatever_the_first_one_drew(schedule, monkeypatch):
-    """The parameters that it meets were moved by the first one: E[weight | weights before] = 1."""
-    cell = dataclasses.replace(LARGE, schedule=schedule, terms=True)
-    run = Run(cell, monkeypatch)
+def expected_second_weights(run: Run, steps: int) -> dict[bytes, np.ndarray]:
+    """Return E[weights of the second mini-batch | those of the first], for each of these, after some steps."""
     node = run.start()
-    for number in (1, 2):
+    for number in range(1, steps + 1):
         seed = np.random.default_rng(number)
         node = run.update(run.draw(node, number, seed), seed).node
     chance, expected = defaultdict(float), defaultdict(float)
-    for probability, drawn, update in every_update(run, node, 3):
+    for probability, drawn, update in every_update(run, node, steps + 1):
         first = update.weights[0].tobytes()
         second = drawn.plan.mini_batch == 1
         chance[first] += probability
         expected[first] = expected[first] + probability * update.weights[1][second]
     assert len(chance) > 1
-    for first, share in chance.items():
-        assert expected[first] == pytest.approx(share, abs=1e-14)
+    return {first: expected[first] / share for first, share in chance.items()}
+
+
+@pytest.mark.parametrize("schedule", ["refill", "shrink"])
+def test_with_prompts_pruned_the_second_mini_batch_is_exact_whatever_the_first_one_drew(schedule, monkeypatch):
+    """The parameters that it meets were moved by the first one: E[weight | weights before] = 1."""
+    run = Run(dataclasses.replace(LARGE, schedule=schedule, terms=True), monkeypatch)
+    for weights in expected_second_weights(run, 2).values():
+        assert weights == pytest.approx(np.ones_like(weights), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("refill, 2 mini-batches", {"deal": 1}), ("shrink, 2 mini-batches", {"terms": True})],
+    ids=["refill", "shrink"],
+)
+def test_with_both_levels_pruned_the_second_mini_batch_is_exact_whatever_the_first_one_drew(name, changes, monkeypatch):
+    cell = dataclasses.replace(CELLS[name][0], completions=0.5, **changes)
+    for weights in expected_second_weights(Run(cell, monkeypatch), 2).values():
+        live = weights > 0  # a completion without a gradient is never drawn
+        assert live.any()
+        assert weights[live] == pytest.approx(np.ones(live.sum()), abs=1e-12)
+
+
+def test_where_prompts_were_drawn_each_mini_batch_has_rows_and_magnitudes_of_its_own(monkeypatch):
+    """Those of the first would tell which prompts were kept in the second."""
+    calls = []
+
+    def planned(*arguments, **named):
+        calls.append(named["own_rows"])
+        return plan_completions(*arguments, **named)
+
+    monkeypatch.setattr(trainer_module, "plan_completions", planned)
+    run = Run(dataclasses.replace(CELLS["refill, 2 mini-batches"][0], completions=0.5, terms=True), monkeypatch)
+    magnitude, parts = run.trainer._magnitude, []
+
+    def measured(full, part):
+        found = magnitude(full, part)
+        other = dataclasses.replace(full, advantage=np.where(part == 1, 3 * full.advantage, full.advantage))
+        assert (found == magnitude(other, part))[part == 0].all()
+        parts.append(np.unique(part).size > 1)
+        return found
+
+    run.trainer._magnitude = measured
+    node = run.start()
+    for number in (1, 2, 3):
+        seed = np.random.default_rng(number)
+        drawn = run.draw(node, number, seed)
+        node = run.update(drawn, seed).node
+        assert calls[-1] == drawn.plan.pruned == parts[-1]
+    assert len(set(calls)) == 2
 
 
 @pytest.mark.long

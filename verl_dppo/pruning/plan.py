@@ -69,11 +69,16 @@ def deal_mini_batches(
     return dealt
 
 
-def _rows_per_mini_batch(expected: Array, available: Index, multiple: int) -> int:
+def _common_rows(expected: Array, available: Index, multiple: int) -> int:
     """Return the common row count: the multiple nearest to the mean budget, or enough for all where all are wanted."""
     everything = bool((expected >= available - 1e-6).all())
     multiples = -(-int(available.max()) // multiple) if everything else round(float(expected.mean()) / multiple)
     return max(1, multiples) * multiple
+
+
+def _own_rows(expected: Array, available: Index) -> Index:
+    """Return (mini-batches,) how many rows each draws, by its own budget alone."""
+    return np.clip(np.round(expected).astype(np.int64), np.minimum(available, 1), available)
 
 
 def _balance(pi: Array, length: Array, advantage: Array) -> Array:
@@ -93,6 +98,7 @@ def plan_completions(
     floor: float,
     design: str,
     rng: np.random.Generator,
+    own_rows: bool = False,
 ) -> CompletionPlan:
     """Draw the completions of one step, with the same number of rows in every mini-batch.
 
@@ -111,22 +117,30 @@ def plan_completions(
         design: `pivotal` and `cube` keep exactly that many rows, `cube` nearly the same number of tokens and the same
             weighted sums of advantages besides; `poisson` keeps a random number, filled up to the largest.
         rng: decides the draw.
+        own_rows: how many rows a mini-batch draws follows from its own completions alone, and all are filled up to the
+            largest. This is needed where it was drawn, too, which completions a mini-batch has: with a common number
+            the rows of the first would tell which prompts were kept in the second, whose step would then be exact over
+            all draws but not given that of the first, which has moved the parameters.
 
     Returns:
-        The plan. Its padding stays below `mini_batches * multiple`, and is 0 while fillers last.
+        The plan. Its padding is 0 while fillers last, and stays below `mini_batches * multiple` where rows are common.
     """
     members = [order[mini_batch[order] == k] for k in range(mini_batches)]
     live = [m[target_pi[m] > 0] for m in members]
     available = np.array([m.size for m in live], dtype=np.int64)
     expected = np.array([target_pi[m].sum() for m in live])
-    rows = _rows_per_mini_batch(expected, available, multiple)
+    if own_rows:
+        sizes = _own_rows(expected, available)
+    else:
+        rows = _common_rows(expected, available, multiple)
+        sizes = np.minimum(rows, available)
 
     pi, drawn = np.zeros_like(slope), []
-    for m in live:
-        pi[m] = target_pi[m] if design == "poisson" else fixed_size_inclusion(slope[m], min(rows, m.size), floor)
+    for m, size in zip(live, sizes.tolist(), strict=True):
+        pi[m] = target_pi[m] if design == "poisson" else fixed_size_inclusion(slope[m], size, floor)
         balance = _balance(pi[m], length[m], advantage[m]) if design == "cube" else None
         drawn.append(m[draw(pi[m], rng, design, balance=balance)])
-    if design == "poisson":
+    if design == "poisson" or own_rows:
         rows = max(1, -(-max(d.size for d in drawn) // multiple)) * multiple
 
     weight = np.zeros_like(slope)

@@ -10,7 +10,7 @@ from verl.single_controller.base.decorator import make_nd_compute_dataproto_disp
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_dppo.training.loss import BATCH_NUM_TOKENS, WEIGHT
+from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE, WEIGHT
 
 NORM = "dppo_gradient_norm"
 """Column that the probe writes: (rows,) float64, gradient norm of the completion's loss term with denominators of 1."""
@@ -78,7 +78,7 @@ def gradient_norms(worker: TrainingWorker, data: TensorDict) -> torch.Tensor:
             row, owner = divmod(turn, ranks)
             one = tu.index_select_tensor_dict(data, [row])
             one[WEIGHT] = torch.tensor([float(owner == rank)], dtype=torch.float64)
-            one[BATCH_NUM_TOKENS] = torch.ones(1, dtype=torch.float64)
+            one[BATCH_NUM_TOKENS] = one[GLOBAL_BATCH_SIZE] = torch.ones(1, dtype=torch.float64)
             engine.optimizer_zero_grad()
             engine.forward_backward_batch(one, worker.loss_fn, forward_only=False)
             norm = float(engine.optimizer_step())

@@ -241,12 +241,16 @@ class DPPOTrainer(PPOTrainerSync):
         with marked_timer("dppo_prune", self.timing_raw):
             batch = in_submission_order(batch, self._submitted)
             full = read_full_batch(batch, self.config)
-            magnitude = self._magnitude(full)
-            prompts = PromptsOfRows.all_of(full.group)
-            if self._prompts is not None:
+            prompts, part = PromptsOfRows.all_of(full.group), np.zeros(len(batch), dtype=np.int64)
+            if made is not None and self._prompts is not None:
                 prompt = np.array([self._submitted[key.rsplit("_", 2)[0]] for key in batch.keys])
+                if made.plan.pruned:
+                    part = made.mini_batch[prompt]
+                magnitude = self._magnitude(full, part)
                 prompts, figures = self._prompts.observe(self.global_steps, full, prompt, magnitude)
                 metrics.update(figures)
+            else:
+                magnitude = self._magnitude(full, part)
             if pruned:
                 return self._prune(batch, metrics, full, magnitude, prompts, prunes_completions)
         return super()._balance_batch(batch, metrics, *args, **kwargs)
@@ -278,22 +282,31 @@ class DPPOTrainer(PPOTrainerSync):
             metrics["dppo/keep"] = keep
         return kept
 
-    def _magnitude(self, full: FullBatch) -> NDArray[np.float64]:
-        """Return (n,) estimated gradient norms, 0 exactly for completions without a gradient."""
-        actor = self.config.actor_rollout_ref.actor
-        magnitude = score_magnitude(
-            full.advantage,
-            full.length,
-            full.sum_sq_one_minus_p,
-            _agg_mode_of_policy_loss(actor),
-            self._norms.model(),
-            full.prompt_length,
-        )
-        magnitude = np.where(full.has_advantage, magnitude, 0.0)
-        if not (actor.use_kl_loss or actor.entropy_coeff):
-            return magnitude
-        least = SMALLEST_RELATIVE_MAGNITUDE * magnitude.mean() if magnitude.any() else 1.0
-        return np.where(full.length > 0, np.maximum(magnitude, least), 0.0)
+    def _magnitude(self, full: FullBatch, part: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return (n,) estimated gradient norms, 0 exactly for completions without a gradient.
+
+        Args:
+            full: the completions.
+            part: (n,) completions whose norms may depend on each other: all of them, or, where it was drawn which
+                prompts are there, those of a mini-batch; see `own_rows` of `plan_completions`.
+        """
+        actor, surprise = self.config.actor_rollout_ref.actor, full.sum_sq_one_minus_p
+        magnitude = np.zeros(part.size)
+        for rows in (np.flatnonzero(part == k) for k in np.unique(part)):
+            norms = score_magnitude(
+                full.advantage[rows],
+                full.length[rows],
+                None if surprise is None else surprise[rows],
+                _agg_mode_of_policy_loss(actor),
+                self._norms.model(),
+                full.prompt_length[rows],
+            )
+            norms = np.where(full.has_advantage[rows], norms, 0.0)
+            if actor.use_kl_loss or actor.entropy_coeff:
+                least = SMALLEST_RELATIVE_MAGNITUDE * norms.mean() if norms.any() else 1.0
+                norms = np.where(full.length[rows] > 0, np.maximum(norms, least), 0.0)
+            magnitude[rows] = norms
+        return magnitude
 
     def _plan(
         self,
@@ -338,6 +351,7 @@ class DPPOTrainer(PPOTrainerSync):
             floor=settings.lowest_pi(keep) if prunes_completions else 1.0,
             design=settings.design if prunes_completions else "pivotal",
             rng=self._generator(1),
+            own_rows=prompts.mini_batch is not None,
         )
         return plan, tokens, size
 
