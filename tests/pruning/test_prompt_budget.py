@@ -99,7 +99,7 @@ def step(controller, spread, energy, rng, keep=None):
 
 def test_the_cost_is_keep_times_the_cautious_noise_of_all_past_steps():
     rng, controller, past = np.random.default_rng(0), PromptKeepController(), []
-    assert controller.cost() == pytest.approx(PROMPT_GRID * (1 + 1.4 * (1 / PROMPT_GRID - 1)))
+    assert controller.cost() == pytest.approx(PROMPT_GRID * (1 + 1.1 * (1 / PROMPT_GRID - 1)))
     for _ in range(4):
         past.append(step(controller, rng.uniform(0.1, 0.5, 20), rng.lognormal(size=20), rng, keep=0.7))
     for keep, cost in zip(PROMPT_GRID, controller.cost(), strict=True):
@@ -108,7 +108,7 @@ def test_the_cost_is_keep_times_the_cautious_noise_of_all_past_steps():
             at_keep = shares(spread, keep * spread.size)[kept]
             noisy += 0.97**age * (energy / pi[kept] / at_keep).sum()
             plain += 0.97**age * (energy / pi[kept]).sum()
-        assert cost == pytest.approx(keep * (1 + 1.4 * (noisy / plain - 1)), rel=1e-9)
+        assert cost == pytest.approx(keep * (1 + 1.1 * (noisy / plain - 1)), rel=1e-9)
     assert controller.best() == PROMPT_GRID[np.argmin(controller.cost())]
 
 
