@@ -9,16 +9,16 @@ FAILING_INDEX = 3
 
 
 class TwoTurnAgentLoop(SeededSingleTurnAgentLoop):
-    """The policy's first line, the same line repeated by the environment, and what the policy makes of it."""
+    """The policy's first line, what is left of the sum from the environment, and what the policy makes of it."""
 
     async def run(self, sampling_params, **kwargs):
         first, second = await self.turns(sampling_params, **kwargs)
-        echo = first.response_ids
+        between = second.prompt_ids[len(first.prompt_ids) + len(first.response_ids) :]
         return first.model_copy(
             update={
-                "response_ids": first.response_ids + echo + second.response_ids,
-                "response_mask": first.response_mask + [0] * len(echo) + second.response_mask,
-                "response_logprobs": first.response_logprobs + [0.0] * len(echo) + second.response_logprobs,
+                "response_ids": first.response_ids + between + second.response_ids,
+                "response_mask": first.response_mask + [0] * len(between) + second.response_mask,
+                "response_logprobs": first.response_logprobs + [0.0] * len(between) + second.response_logprobs,
                 "num_turns": 4,
             }
         )
@@ -26,16 +26,18 @@ class TwoTurnAgentLoop(SeededSingleTurnAgentLoop):
     async def turns(self, sampling_params, **kwargs):
         """Return what either turn was asked and answered, as outputs of their own."""
         first = await super().run({**sampling_params, "max_tokens": 40}, **kwargs)
-        text = self.tokenizer.decode(first.response_ids)
-        line = len(text[: text.find("\n") + 1].encode()) or len(first.response_ids)
+        line = self.tokenizer.decode(first.response_ids).partition("\n")[0] + "\n"
+        tokens = min(len(line.encode()), len(first.response_ids))  # one byte is one token
         first = first.model_copy(
             update={
-                "response_ids": first.response_ids[:line],
-                "response_mask": first.response_mask[:line],
-                "response_logprobs": first.response_logprobs[:line],
+                "response_ids": first.response_ids[:tokens],
+                "response_mask": first.response_mask[:tokens],
+                "response_logprobs": first.response_logprobs[:tokens],
             }
         )
-        context = first.prompt_ids + first.response_ids + first.response_ids
+        left = kwargs["raw_prompt"][-1]["content"].removesuffix(" =").split()[3:]
+        said = " ".join([line.split()[-1] if line.split() else "0", *left]) + "\n"
+        context = first.prompt_ids + first.response_ids + self.tokenizer.encode(said, add_special_tokens=False)
         limits = {"max_tokens": SECOND_TURN, "sample_key": sample_key(kwargs)}
         answer = await self.server_manager.generate(
             request_id=uuid4().hex, prompt_ids=context, sampling_params={**sampling_params, **limits}

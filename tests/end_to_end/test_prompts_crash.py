@@ -16,29 +16,29 @@ from end_to_end.test_prompts import data_of
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
 
-ROWS, STEPS, SAVE_FREQ = 19, 24, 2
+ROWS, STEPS = 19, 24
 TRAINING = (
     *DPPO,
     "algorithm.dppo.prompt.keep=0.7",
     "algorithm.dppo.completion.keep=0.5",
     "algorithm.dppo.completion.probe_every=5",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
-    f"trainer.save_freq={SAVE_FREQ}",
+    "trainer.save_freq=1",
 )
-# After which event of an attempt the clock of its kill starts, and the longest that it then takes, in seconds.
-# The fourth and fifth attempt end before a step of theirs does; four others where the clock runs out.
+# After which event of an attempt, and which time that it happens, the clock of a kill starts, and the longest that it
+# then takes, in seconds. The fourth and fifth attempt end before a step of theirs does.
 ANY_TIME, STEP_TIME, PART_OF_SAVE = "logged", 6.0, 0.3
 KILLS = (
-    (ANY_TIME, STEP_TIME),
-    ("save: weights", PART_OF_SAVE),
-    (ANY_TIME, STEP_TIME),
-    ("rollout", 1.0),
-    ("start", 25.0),
-    (ANY_TIME, STEP_TIME),
-    ("save: history", PART_OF_SAVE),
-    (ANY_TIME, STEP_TIME),
-    ("save: state", PART_OF_SAVE),
-    ("update", 1.0),
+    (ANY_TIME, 1, STEP_TIME),
+    ("save: weights", 2, PART_OF_SAVE),
+    (ANY_TIME, 1, STEP_TIME),
+    ("rollout", 1, 1.0),
+    ("start", 1, 25.0),
+    (ANY_TIME, 1, STEP_TIME),
+    ("save: history", 2, PART_OF_SAVE),
+    (ANY_TIME, 1, STEP_TIME),
+    ("save: state", 2, PART_OF_SAVE),
+    ("update", 2, 1.0),
 )
 TOKEN = "TEST_KILLED_TOGETHER"
 
@@ -84,15 +84,15 @@ def kill_all(token):
         time.sleep(0.05)
 
 
-def killed(folder, event, delay):
-    """Return a stand-in for `subprocess.run` that kills the run so many seconds after its first event of this name."""
+def killed(folder, event, occurrence, delay):
+    """Return a stand-in for `subprocess.run` that kills the run so many seconds after an event."""
 
     def has_happened():
         if event == "start":
             return True
         if event == "logged":
-            return bool(lines_of(folder / "metrics.jsonl"))
-        return any(line["phase"] == event for line in lines_of(folder / "phases.jsonl"))
+            return len(lines_of(folder / "metrics.jsonl")) >= occurrence
+        return sum(line["phase"] == event for line in lines_of(folder / "phases.jsonl")) >= occurrence
 
     def launch(command, env, **_):
         token = str(folder)
@@ -128,7 +128,7 @@ def test_a_training_killed_ten_times_ends_like_one_that_never_was(verl_run, tmp_
     resumed = (f"trainer.default_local_dir={checkpoints}", "trainer.resume_mode=auto")
     rng = np.random.default_rng(0)
     fell, without_progress, halves = Counter(), 0, 0
-    for turn, (event, longest) in enumerate(KILLS):
+    for turn, (event, occurrence, longest) in enumerate(KILLS):
         folder = new_folder(tmp_path, f"attempt_{turn}")
         before = last_saved(checkpoints)
         with pytest.raises(KilledError):
@@ -138,7 +138,7 @@ def test_a_training_killed_ten_times_ends_like_one_that_never_was(verl_run, tmp_
                 *resumed,
                 steps=STEPS,
                 folder=folder,
-                launch=killed(folder, event, rng.uniform(0, longest)),
+                launch=killed(folder, event, occurrence, rng.uniform(0, longest)),
             )
         phases, lines = lines_of(folder / "phases.jsonl"), lines_of(folder / "prompts.jsonl")
         after = last_saved(checkpoints)
