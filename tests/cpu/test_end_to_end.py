@@ -16,6 +16,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
 
 
 @pytest.mark.end_to_end
+@pytest.mark.long
 def test_stock_verl_trains_on_a_cpu(tmp_path: Path):
     tiny.save_model(tmp_path / "model")
     tiny.save_sums(tmp_path / "sums.json", 32)

@@ -72,6 +72,7 @@ def check_what_the_loss_received(run, advantage_of):
     assert next(received, None) is None
 
 
+@pytest.mark.long
 def test_rloo_trains_on_the_advantages_of_full_groups(verl_run, tmp_path):
     run = run_with_dump(verl_run, tmp_path, "dppo_rloo", "algorithm.adv_estimator=rloo", steps=1)
     assert len(run.updates) == 1

@@ -28,7 +28,9 @@ def test_the_stock_run_trains(stock):
     "off",
     [
         ("algorithm.dppo.enable=false",),
-        ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false"),
+        pytest.param(
+            ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_off_gives_the_same_gradient_norms_and_parameters_to_the_bit(verl_run, stock, off):
