@@ -144,9 +144,9 @@ def test_a_training_killed_ten_times_ends_like_one_that_never_was(verl_run, tmp_
         after = last_saved(checkpoints)
         without_progress = without_progress + 1 if after == before else 0
         halves += any(int(path.name.rsplit("_", 1)[1]) > after for path in checkpoints.glob("global_step_*"))
-        print(
-            f"kill {turn + 1}: resumed at {before}, saved {after}, in {phases[-1] if phases else 'start'}", flush=True
-        )
+        where = phases[-1] if phases else {"phase": "start"}
+        fell[where["phase"]] += 1
+        print(f"kill {turn + 1}: resumed at {before}, saved {after}, killed in {where}", flush=True)
         if turn == 4:
             assert without_progress >= 2, "the fourth and fifth attempt made progress"
         assert [line["step"] for line in lines] == list(range(before + 1, before + 1 + len(lines)))
