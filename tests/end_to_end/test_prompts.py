@@ -361,9 +361,9 @@ def agent(folder, name):
 
 
 def check_constants(run):
-    """In every step that could skip prompts, both denominators count the drawn prompts at their nominal size."""
+    """In every step that could skip prompts, both denominators count the drawn prompts by means of past steps."""
     received, plans = list(run.rows), lines_of(run.folder / "plans.jsonl")
-    tokens = prompts = 0.0
+    tokens = prompts = completions = 0.0
     pruned_steps = 0
     for line, plan, metrics in zip(run.prompts, plans, run.metrics, strict=True):
         count = round(metrics["dppo/rows_per_mini_batch"])
@@ -372,7 +372,7 @@ def check_constants(run):
         place = Rollouts(run, line).place
         drawn = np.bincount(line["mini_batch"])
         for k, row in by_mini_batch(mine, count) if pi.min() < 1 else ():
-            assert row["size"] == drawn[k] * COMPLETIONS
+            assert row["size"] == pytest.approx(drawn[k] * completions / prompts, rel=1e-12)
             assert row["tokens"] == pytest.approx(drawn[k] * tokens / prompts, rel=1e-12)
         if pi.min() < 1:
             pruned_steps += 1
@@ -387,6 +387,7 @@ def check_constants(run):
         length = np.array(plan["arguments"]["length"])
         tokens = FORGETTING * tokens + (length / pi[place]).sum()
         prompts = FORGETTING * prompts + (1 / pi[np.unique(place)]).sum()
+        completions = FORGETTING * completions + (1 / pi[place]).sum()
     assert not received
     assert pruned_steps > 1
 
@@ -415,7 +416,7 @@ def test_sessions_with_several_outputs_have_their_prompts_pruned(verl_run, tmp_p
 
 @pytest.mark.long
 def test_prompts_with_their_own_number_of_completions_are_pruned(verl_run, tmp_path):
-    """The constant of completions is that of the setting, the constant of tokens that of the prompts as they were."""
+    """Both constants are those of the prompts as they were in past steps."""
     sizes = [4, 12, 6, 10, 8, 8, 5, 11]
     data = data_of(tmp_path / "data", PROMPTS, __rollout_n__=sizes)
     run = run_logged(verl_run, tmp_path, *PRUNED, *data, steps=4)

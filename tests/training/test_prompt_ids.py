@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 from training.demo_rows import as_verl, demo_rows
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_dppo.settings import RefusedSettingError
 from verl_dppo.training.prompt_ids import fingerprint, prompt_ids
@@ -21,18 +22,19 @@ class Plain(list):
     """A data set that holds no table: items as a user's own class would give them."""
 
 
-class Table:
+class Table(RLHFDataset):
     """What is read of verl's data set, without the file."""
 
     def __init__(self, rows, features=None):
         self.dataframe = datasets.Dataset.from_list(rows, features=features)
 
-    def __len__(self):
-        return len(self.dataframe)
+
+class Backwards(Table):
+    """A class of a user's own, which serves the rows of its table in another order."""
 
     def __getitem__(self, row):
-        item = self.dataframe[row]
-        return item | {"raw_prompt": item.get("prompt")}
+        item = self.dataframe[len(self) - 1 - row]
+        return {"raw_prompt": item["prompt"], "data_source": item["data_source"]}
 
 
 def row(text, **columns):
@@ -47,6 +49,14 @@ def rows(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ids(rows, tmp_path_factory):
     return prompt_ids(as_verl(tmp_path_factory.mktemp("data"), rows), DATA)
+
+
+def test_a_class_of_ones_own_is_asked_for_its_rows(rows):
+    assert prompt_ids(Backwards(rows), DATA) == prompt_ids(Plain(as_items(rows)), DATA)[::-1]
+
+
+def as_items(rows):
+    return [{"raw_prompt": item["prompt"], "data_source": item["data_source"]} for item in rows]
 
 
 # ---- the content of a row -------------------------------------------------------------------------------------------
@@ -226,7 +236,11 @@ def test_a_column_that_repeats_within_a_source_is_told(caplog):
         ([{"key": 1}, {"key": 2}], "key.a", r"nothing there.*leave it null"),
         ([{"key": 1}, {"key": None}], "key", r"nothing there.*name another column"),
         ([{"key": {"a": 1}}, {"key": None}], "key.a", r"nothing there.*name another column"),
-        ([{"key": 0}, {"key": 0}, {"key": 0}], "key", r"all 3 rows have the same value.*leave it null"),
+        (
+            [{"key": 0}, {"key": 0}, {"key": 0}],
+            "key",
+            r"all 3 rows of the data source here have the same value.*leave it null",
+        ),
     ],
 )
 def test_a_column_that_names_no_prompts_is_refused_with_the_way_out(columns, name, message):

@@ -37,7 +37,7 @@ def make(rows, tmp_path):
                     "cache_dir": str(tmp_path / "cache"),
                     "filter_overlong_prompts": False,
                 },
-                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini}},
+                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini}, "rollout": {"n": COMPLETIONS}},
                 "trainer": {"total_epochs": epochs},
             }
         )

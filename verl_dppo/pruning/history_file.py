@@ -66,7 +66,9 @@ def load_history(path: str | os.PathLike[str], history: PromptHistory) -> int:
     except FileNotFoundError:
         raise
     except UNREADABLE as error:
-        raise ValueError(f"{path} is no prompt history that can be used: {error}") from error
+        # numpy would advise to load what needs pickle unsafely.
+        what = "it holds something else" if "pickle" in str(error) else error
+        raise ValueError(f"{path} is no prompt history that can be used: {what}") from error
     return _checksum(arrays)
 
 

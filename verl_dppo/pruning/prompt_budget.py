@@ -123,7 +123,9 @@ class PromptKeepController:
         """
         weighted = np.array(state["weighted"], dtype=np.float64)
         if weighted.shape != PROMPT_GRID.shape:
-            raise ValueError(f"the saved prompt budget has {weighted.size} figures, this version reads 26")
+            raise ValueError(
+                f"the saved prompt budget has {weighted.size} figures, this version reads {PROMPT_GRID.size}"
+            )
         keep, steps, energy = float(state["keep"]), int(state["steps"]), float(state["energy"])
         figures = np.array([keep, steps, energy, *weighted])
         if not (np.isfinite(figures) & (figures >= 0)).all() or not LOWEST_PROMPT_KEEP <= keep <= 1:

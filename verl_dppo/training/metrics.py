@@ -27,7 +27,7 @@ def plan_metrics(
         prompts: what the prompt level decided.
     """
     n = full.length.size
-    drawn, live = plan.weight > 0, plan.pi > 0
+    drawn, live, informative = plan.weight > 0, plan.pi > 0, magnitude > 0
     trained = np.zeros(n, dtype=bool)
     trained[plan.kept] = True
     weight = plan.weight[drawn]
@@ -36,11 +36,11 @@ def plan_metrics(
     metrics = {
         "prompts_drawn": float(prompts.drawn.sum()),
         "completions": float(n),
-        "informative_fraction": float(live.mean()),
+        "informative_fraction": float(informative.mean()),
         "kept_completions": float(trained.sum()),
         "kept_fraction": float(trained.mean()),
         "kept_token_fraction": _share(full.length[trained], full.length),
-        "kept_informative_token_fraction": _share(full.length[drawn], full.length[live]),
+        "kept_informative_token_fraction": _share(full.length[drawn & informative], full.length[informative]),
         "trained_sequence_token_fraction": _share(full.sequence_length[trained], full.sequence_length),
         "tokens_saved": float(full.length[~trained].sum()),
         "filler_rows": float(trained.sum() - drawn.sum()),

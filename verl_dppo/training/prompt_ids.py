@@ -4,15 +4,18 @@ import base64
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
-from verl_dppo.settings import refuse
+from verl_dppo.settings import RefusedSettingError, refuse
 
 ID_BYTES = 12
 ROWS_AT_A_TIME = 1000
+ROWS_WITH_MEDIA = 16  # they are decoded to be read
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +34,24 @@ def prompt_ids(dataset: Any, data: DictConfig, id_column: str | None = None) -> 
         One id for each row, 16 characters.
 
     Raises:
-        RefusedSettingError: a column that is not there, that is empty in some row, or that is the same in all of them.
+        RefusedSettingError: a column that is not there, that is empty in some row, or that is the same in all rows of a
+            data source.
     """
-    ids = [_digest(content) for content in _contents(dataset, data, id_column)]
+    ids: list[str] = []
+    rows_of, ids_of = Counter[str](), defaultdict[str, set[str]](set)
+    for content in _contents(dataset, data, id_column):
+        ids.append(_digest(content))
+        source = str(content[0])
+        rows_of[source] += 1
+        if len(ids_of[source]) < 2:
+            ids_of[source].add(ids[-1])
+    for source, rows in rows_of.items():
+        if id_column and len(ids_of[source]) == 1 < rows:
+            reason = (
+                f"all {rows} rows of the data source {source} have the same value there, as if they were one prompt"
+            )
+            raise refuse("algorithm.dppo.prompt.id_column", id_column, reason, "name another column, or leave it null")
     distinct = len(set(ids))
-    if id_column and distinct == 1 < len(ids):
-        reason = f"all {len(ids)} rows have the same value there, so that the history would take them for one prompt"
-        raise refuse("algorithm.dppo.prompt.id_column", id_column, reason, "name another column, or leave it null")
     if distinct < len(ids):
         logger.warning(
             f"{len(ids)} rows of the data set are {distinct} different prompts: those that repeat share a history"
@@ -47,15 +61,20 @@ def prompt_ids(dataset: Any, data: DictConfig, id_column: str | None = None) -> 
 
 def _contents(dataset: Any, data: DictConfig, id_column: str | None) -> Iterator[Any]:
     """Yield what makes a row what it is."""
-    table: Any = getattr(dataset, "dataframe", None)
+    # A class of a user's own may serve other rows than those of its table.
+    own = type(dataset).__getitem__ is RLHFDataset.__getitem__ and type(dataset).__len__ is RLHFDataset.__len__
     prompt = data.get("prompt_key", "prompt")
     media = [data.get(f"{kind}_key", f"{kind}s") for kind in ("image", "video", "audio")]
     naming = [id_column.split(".")[0]] if id_column else [prompt, *media]
-    if naming[0] in getattr(table, "column_names", ()):
+    if own:
+        table = dataset.dataframe
+        if naming[0] not in table.column_names:
+            raise _nothing_there(id_column or naming[0], table.column_names)
         there = [name for name in dict.fromkeys(["data_source", *naming]) if name in table.column_names]
         table = table.select_columns(there)
-        for start in range(0, len(table), ROWS_AT_A_TIME):
-            rows = table[start : start + ROWS_AT_A_TIME]
+        at_a_time = ROWS_WITH_MEDIA if set(there) & set(media) else ROWS_AT_A_TIME
+        for start in range(0, len(table), at_a_time):
+            rows = table[start : start + at_a_time]
             for values in zip(*(rows[name] for name in there), strict=True):
                 yield _content(dict(zip(there, values, strict=True)), [prompt, *media], id_column)
         return
@@ -74,9 +93,13 @@ def _content(row: Mapping[str, Any], columns: list[str], id_column: str | None) 
     for name in id_column.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     if value is None:
-        reason = f"a row of the data set has nothing there; its columns are {', '.join(sorted(row))}"
-        raise refuse("algorithm.dppo.prompt.id_column", id_column, reason, "name another column, or leave it null")
+        raise _nothing_there(id_column, row)
     return [source, "id", value]
+
+
+def _nothing_there(name: str, columns: Iterable[str]) -> RefusedSettingError:
+    reason = f"a row of the data set has nothing there; its columns are {', '.join(sorted(columns))}"
+    return refuse("algorithm.dppo.prompt.id_column", name, reason, "name another column, or leave it null")
 
 
 def _digest(content: Any) -> str:

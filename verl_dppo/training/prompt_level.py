@@ -32,6 +32,10 @@ from verl_dppo.training.row_loader import RowLoader
 from verl_dppo.training.transform import FullBatch
 
 HISTORY_FILE = "dppo_prompts.npz"
+ROLLOUT_N = "__rollout_n__"
+"""Column of a data set by which verl samples a prompt another number of times than `rollout.n`."""
+SUMS = {"drawn": int, "kept": int, "prompts": float, "tokens": float, "groups": float}
+"""What the level counts, in its state under these names."""
 FORGETTING = 0.9
 """A step counts this much less with every later one for the mean response tokens of a prompt."""
 
@@ -52,6 +56,7 @@ class Submission:
         known: (N,) bool, whether it counted.
         keep: the share that was asked for.
         tokens_per_prompt: response tokens of one prompt's group, the mean over past steps.
+        completions_per_prompt: the same of completions.
         epoch: passes over the data set that were complete before this step.
     """
 
@@ -64,6 +69,7 @@ class Submission:
     known: NDArray[np.bool_]
     keep: float
     tokens_per_prompt: float
+    completions_per_prompt: float
     epoch: int
 
 
@@ -76,6 +82,7 @@ class PromptsOfRows:
         mini_batch: (n,) of its prompt, or None where no prompt could be skipped; completions are then dealt one by one.
         drawn: (mini-batches,) candidates of each, skipped ones included.
         tokens_per_prompt: response tokens that each candidate counts for.
+        completions_per_prompt: completions that it counts for.
         inflation: variance added by the draw over that of the rollouts.
     """
 
@@ -83,6 +90,7 @@ class PromptsOfRows:
     mini_batch: NDArray[np.int64] | None
     drawn: NDArray[np.int64]
     tokens_per_prompt: float
+    completions_per_prompt: float
     inflation: float
 
     @classmethod
@@ -92,7 +100,7 @@ class PromptsOfRows:
         Args:
             group: (n,) prompt of each completion, numbered from 0.
         """
-        return cls(np.ones(group.size), None, np.array([group.max() + 1]), 0.0, 0.0)
+        return cls(np.ones(group.size), None, np.array([group.max() + 1]), 0.0, 0.0, 0.0)
 
 
 class PromptLevel:
@@ -120,14 +128,17 @@ class PromptLevel:
         self.settings, self.anneal_fraction = settings.prompt, settings.anneal_fraction
         self.batch_size = int(config.data.train_batch_size)
         self.mini_batches = self.batch_size // int(config.actor_rollout_ref.actor.ppo_mini_batch_size)
-        self.epochs = int(config.trainer.total_epochs)
+        self.epochs, self.group_size = int(config.trainer.total_epochs), int(config.actor_rollout_ref.rollout.n)
         self.ids = prompt_ids(dataset, config.data, self.settings.id_column)
         self.stream = PromptStream(len(self.ids), next_pass, fingerprint(self.ids))
         self.loader = RowLoader(dataset, int(config.data.get("dataloader_num_workers", 0)))
         self.history = PromptHistory(self.settings.forgetting)
         self.controller = PromptKeepController()
         self.submission: Submission | None = None
-        self.kept, self.tokens, self.prompts = 0, 0.0, 0.0
+        self.drawn, self.kept = 0, 0
+        # Over past steps, weighted: prompts, their response tokens, and their groups in units of `rollout.n`.
+        self.prompts, self.tokens, self.groups = 0.0, 0.0, 0.0
+        self._group_share = np.ones(0)
         self._checksum, self._interrupted = 0, False
         # The planned steps, and what they were planned for.
         self._plan: dict[str, float] = {"steps": 0, "epochs": 0, "anneal_fraction": 0.0}
@@ -143,6 +154,14 @@ class PromptLevel:
         """The mean probability of known prompts in the next step."""
         return self.controller.keep if self.settings.keep == AUTO else float(self.settings.keep)
 
+    def _candidates(self, keep: float, known_share: float | None = None) -> int:
+        """Return how many prompts a step draws; without a given share of known prompts, the next one."""
+        if self.settings.schedule == "shrink":
+            return self.batch_size
+        if known_share is None:
+            known_share = float(self._is_known[self._code[self.stream.to_come()]].mean())
+        return candidates(self.batch_size, keep, known_share, self.mini_batches, self.settings.floor)
+
     def next_batch(self, full: bool, deal: np.random.Generator, sample: np.random.Generator) -> dict[str, Any]:
         """Draw the prompts of a step and load those that are kept.
 
@@ -156,22 +175,18 @@ class PromptLevel:
         """
         keep, floor = (1.0 if full else self.keep), self.settings.floor
         epoch = self.stream.position // self.stream.rows
-        refill = self.settings.schedule == "refill"
-        drawn = self.batch_size
-        if refill:
-            known_share = float(self._is_known[self._code[self.stream.to_come()]].mean())
-            drawn = candidates(self.batch_size, keep, known_share, self.mini_batches, floor)
+        drawn = self._candidates(keep)
         rows = self.stream.take(drawn)
         ids, known = [self.ids[row] for row in rows], self._is_known[self._code[rows]]
         kept_size = self.batch_size // self.mini_batches
-        if not refill:
+        if self.settings.schedule == "shrink":
             kept_size = shrunk_size(known, keep, self.mini_batches, floor)
         spread = self.history.spread(ids)
         # Neighbours compete for a place: side by side stand prompts of one spread, easy ones apart from hard ones.
         order = np.lexsort((np.arange(drawn), self.history.mean(ids), known))
         plan = plan_prompts(spread, known, order, self.mini_batches, kept_size, floor, self.settings.rule, deal, sample)
         kept = np.flatnonzero(plan.kept)
-        self.kept += kept.size
+        self.drawn, self.kept = self.drawn + drawn, self.kept + kept.size
         self.submission = Submission(
             rows=rows[kept],
             ids=[ids[k] for k in kept],
@@ -182,9 +197,14 @@ class PromptLevel:
             known=known,
             keep=keep,
             tokens_per_prompt=max(self.tokens, 1.0) / self.prompts if self.prompts else 1.0,
+            completions_per_prompt=self.group_size * (self.groups / self.prompts if self.prompts else 1.0),
             epoch=epoch,
         )
-        return self.loader.fetch(rows[kept].tolist())
+        columns = self.loader.fetch(rows[kept].tolist())
+        self._group_share = np.ones(kept.size)
+        if ROLLOUT_N in columns:
+            self._group_share = np.array([float(n) for n in columns[ROLLOUT_N]]) / self.group_size
+        return columns
 
     # ---- after reward -----------------------------------------------------------------------------------------------
 
@@ -211,8 +231,10 @@ class PromptLevel:
         kept = made.plan.kept.copy()
         kept[np.flatnonzero(kept)[~there]] = False
         pi, tokens, energy = made.pi[there], tokens[there], energy[there]
-        self.tokens = FORGETTING * self.tokens + float((tokens / pi).sum())
+        share = self._group_share[there] * _outputs_of_a_session(full, prompt, k)[there]
         self.prompts = FORGETTING * self.prompts + float((1 / pi).sum())
+        self.tokens = FORGETTING * self.tokens + float((tokens / pi).sum())
+        self.groups = FORGETTING * self.groups + float((share / pi).sum())
         self.history.observe(made.ids, _rewards_by_prompt(full, prompt, k), step)
         code = np.unique(self._code[made.rows])
         names = [self._names[c] for c in code]
@@ -225,6 +247,7 @@ class PromptLevel:
             mini_batch=made.mini_batch[prompt] if made.plan.pruned else None,
             drawn=made.plan.drawn,
             tokens_per_prompt=made.tokens_per_prompt,
+            completions_per_prompt=made.completions_per_prompt,
             inflation=figures["dppo/prompts/variance_inflation"],
         )
         return of_rows, figures
@@ -244,9 +267,9 @@ class PromptLevel:
             "variance_inflation": prompt_inflation(pi, energy),
             "skipped_energy": skipped_energy(pi, energy),
             "passes": self.stream.position / self.stream.rows,
-            "total_drawn": float(self.stream.position),
+            "total_drawn": float(self.drawn),
             "total_kept": float(self.kept),
-            "total_skipped": float(self.stream.position - self.kept),
+            "total_skipped": float(self.drawn - self.kept),
             "remembered": float(len(self.history)),
         }
         if known.sum() > 1:
@@ -267,16 +290,14 @@ class PromptLevel:
         goal, total = {"epochs": self.epochs, "anneal_fraction": self.anneal_fraction}, int(self._plan["steps"])
         if self._plan == goal | {"steps": total} and total - round(self.anneal_fraction * total) <= done < total:
             return total
-        steady = self.batch_size
-        if self.settings.schedule == "refill":
-            steady = candidates(self.batch_size, self.keep, 1.0, self.mini_batches, self.settings.floor)
         total = planned_steps(
             done,
             self.stream.position,
             self.epochs * self.stream.rows,
             self.settings.warmup_visits * self.stream.rows,
             self.batch_size,
-            steady,
+            self._candidates(self.keep),
+            self._candidates(self.keep, known_share=1.0),
             self.anneal_fraction,
         )
         self._plan = goal | {"steps": total}
@@ -288,9 +309,7 @@ class PromptLevel:
             "stream": self.stream.state_dict(),
             "budget": self.controller.state_dict(),
             "plan": dict(self._plan),
-            "kept": self.kept,
-            "tokens": self.tokens,
-            "prompts": self.prompts,
+            **{name: getattr(self, name) for name in SUMS},
             "history": {"file": HISTORY_FILE, "prompts": len(self.history), "checksum": self._checksum},
         }
 
@@ -300,8 +319,8 @@ class PromptLevel:
         Raises:
             KeyError, ValueError, TypeError: figures that no run could have left.
         """
-        kept, tokens, prompts = int(state["kept"]), float(state["tokens"]), float(state["prompts"])
-        if kept < 0 or not 0 <= tokens < np.inf or not 0 <= prompts < np.inf:
+        sums = {name: kind(state[name]) for name, kind in SUMS.items()}
+        if not all(0 <= value < np.inf for value in sums.values()) or sums["kept"] > sums["drawn"]:
             raise ValueError("the saved prompt level holds figures that no run leaves")
         plan = {name: state["plan"][name] for name in self._plan}
         self._checksum = int(state["history"]["checksum"])
@@ -310,7 +329,16 @@ class PromptLevel:
         self._interrupted = any(state["stream"][name] != of_stream[name] for name in ("rows", "fingerprint"))
         self.stream.load_state_dict(state["stream"])
         self.controller.load_state_dict(state["budget"])
-        self.kept, self.tokens, self.prompts, self._plan = kept, tokens, prompts, plan
+        self._plan = plan
+        for name, value in sums.items():
+            setattr(self, name, value)
+
+    def follow(self, steps: int) -> None:
+        """Continue behind so many steps of verl's own loader, which ends each pass where no whole batch is left."""
+        of_pass, rows = self.stream.rows // self.batch_size, self.stream.rows
+        if of_pass:
+            self.stream.position = steps // of_pass * rows + steps % of_pass * self.batch_size
+        self.drawn = self.kept = steps * self.batch_size
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the history into a checkpoint folder, made where it is not there yet."""
@@ -327,12 +355,13 @@ class PromptLevel:
             ValueError: a file that is missing, damaged, or belongs to another state.
         """
         path = Path(folder) / HISTORY_FILE
+        way_out = "delete it and dppo.json beside it to start their estimates afresh"
         try:
             checksum = load_history(path, self.history)
-        except OSError as error:
-            raise ValueError(f"{path} is missing, which dppo.json beside it names: {error}") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{error}; {way_out}") from error
         if checksum != self._checksum:
-            raise ValueError(f"{path} and dppo.json beside it were not written together")
+            raise ValueError(f"{path} and dppo.json beside it were not written together; {way_out}")
         self._is_known = self.history.visits(self._names) >= self.settings.warmup_visits
         matched = int((self.history.visits(self._names) > 0).sum())
         return (
@@ -344,6 +373,13 @@ class PromptLevel:
                 else ""
             )
         )
+
+
+def _outputs_of_a_session(full: FullBatch, prompt: NDArray[np.int64], prompts: int) -> NDArray[np.float64]:
+    """Return (prompts,) how many outputs a session of each prompt has in the mean; 1 where there is no session."""
+    _, first = np.unique(full.session, return_index=True)
+    sessions = np.bincount(prompt[first], minlength=prompts)
+    return np.where(sessions > 0, np.bincount(prompt, minlength=prompts) / np.maximum(sessions, 1), 1.0)
 
 
 def _rewards_by_prompt(full: FullBatch, prompt: NDArray[np.int64], prompts: int) -> NDArray[np.float64]:

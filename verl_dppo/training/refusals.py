@@ -231,6 +231,9 @@ def _of_the_prompts(config: DictConfig) -> Iterator[RefusedSettingError]:
     yield from _switch(config, "trainer.v1.sampler.sync_refill_failed_groups", drawn, f"leave it false, or {way_out}")
     replayed = "rollouts from a file belong to prompts that this run did not draw"
     yield from _switch(config, "skip.rollout_tq.enable", replayed, way_out)
+    if _select(config, "algorithm.adv_estimator") == "gpg":
+        reason = "it scales advantages by a count over the whole batch, in which the skipped prompts are missing"
+        yield refuse("algorithm.adv_estimator", "gpg", reason, f"use another estimator, or {way_out}")
     fetched, prompts = _select(config, "data.gen_batch_size"), int(config.data.train_batch_size)
     if fetched not in (None, prompts):
         reason = "a step draws all its prompts at once"

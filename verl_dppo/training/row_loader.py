@@ -39,10 +39,18 @@ class RowLoader:
         )
 
     def fetch(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return the rows in this order, each column a tensor (k, ...) or an array (k,) of objects."""
+        """Return the rows in this order, each column a tensor (k, ...) or an array (k,) of objects.
+
+        Raises:
+            ValueError: rows with different columns.
+        """
         size = max(1, -(-len(rows) // max(1, self._workers)))
         self._chunks.chunks = [list(rows[start : start + size]) for start in range(0, len(rows), size)]
         parts = list(self._loader)
+        for part in parts:
+            if set(part) != set(parts[0]):
+                differing = ", ".join(sorted(set(part) ^ set(parts[0])))
+                raise ValueError(f"rows of the data set differ in their columns: not all of them have {differing}")
         return {
             name: torch.cat([p[name] for p in parts])
             if isinstance(column, torch.Tensor)

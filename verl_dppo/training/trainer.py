@@ -1,4 +1,5 @@
-"""The DPPO trainer: verl's synchronous v1 trainer, with completions pruned between reward and update. Hooks only."""
+"""The DPPO trainer: verl's synchronous v1 trainer, with prompts pruned before rollout and completions after it, by
+hooks only."""
 
 import logging
 import os
@@ -58,6 +59,7 @@ from verl_dppo.training.transform import (
     prune,
     put_columns,
     read_full_batch,
+    usual_where_not_finite,
 )
 
 # Where KL or entropy terms are on, every completion has a gradient, of a size that |A| does not tell: none is taken for
@@ -140,16 +142,18 @@ class DPPOTrainer(PPOTrainerSync):
         )
         self._remembered["prompts"] = self._prompts
         self.train_dataloader = _DrawnPrompts(self._draw_prompts)
-        # verl ends a run after so many epochs of this length, too. It is the longest one, that of no prompt skipped.
-        self.steps_per_epoch = -(-len(self.train_dataset) // self._prompts.batch_size)
         self._plan_steps(done=0)
         with open_dict(self.config):
             self.config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
 
     def _plan_steps(self, done: int) -> None:
-        """Plan the steps that all passes over the data set take, unless the user gave a number."""
-        if self._prompts is not None and self.config.trainer.total_training_steps is None:
-            self.total_training_steps = self._prompts.planned_steps(done)
+        """Plan the steps that all passes over the data set take, or fewer, if the user gave a number."""
+        if self._prompts is None:
+            return
+        planned, given = self._prompts.planned_steps(done), self.config.trainer.total_training_steps
+        self.total_training_steps = planned if given is None else min(planned, int(given))
+        # verl ends a run after so many epochs of this length, too, and does not take that step for the last one.
+        self.steps_per_epoch = -(-self.total_training_steps // self._prompts.epochs)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -190,7 +194,7 @@ class DPPOTrainer(PPOTrainerSync):
             if "prompts" in found:
                 logger.warning("%s: %s", folder, self._prompts.load(folder))
             else:
-                self._prompts.stream.position = self.global_steps * self._prompts.batch_size
+                self._prompts.follow(self.global_steps)
                 logger.warning("%s holds no prompt history: nothing is known of any prompt yet", folder)
             self._plan_steps(self.global_steps)
 
@@ -296,7 +300,7 @@ class DPPOTrainer(PPOTrainerSync):
             norms = score_magnitude(
                 full.advantage[rows],
                 full.length[rows],
-                None if surprise is None else surprise[rows],
+                None if surprise is None else usual_where_not_finite(surprise[rows]),
                 _agg_mode_of_policy_loss(actor),
                 self._norms.model(),
                 full.prompt_length[rows],
@@ -323,7 +327,7 @@ class DPPOTrainer(PPOTrainerSync):
         if prompts.mini_batch is not None:
             mini_batch, mini_batches = prompts.mini_batch, prompts.drawn.size
             drawn = prompts.drawn.astype(np.float64)
-            tokens, size = drawn * prompts.tokens_per_prompt, drawn * rollout.n
+            tokens, size = drawn * prompts.tokens_per_prompt, drawn * prompts.completions_per_prompt
         else:
             mini_batches = -(-n // rows_of_mini_batch)
             mini_batch = deal_mini_batches(magnitude > 0, full.group, mini_batches, self._generator(0))
@@ -437,7 +441,9 @@ class DPPOTrainer(PPOTrainerSync):
         found = np.isfinite(norm)
         rows, norm = rows[found], norm[found]
         # With a KL or entropy term the norm is not that of a score function, and no model of it can be fitted.
-        surprise = None if actor.use_kl_loss or actor.entropy_coeff else full.sum_sq_one_minus_p
+        surprise = full.sum_sq_one_minus_p
+        if surprise is not None:
+            surprise = None if actor.use_kl_loss or actor.entropy_coeff else usual_where_not_finite(surprise)
         self._norms.observe(
             self.global_steps,
             sum_sq_one_minus_p=np.zeros(rows.size) if surprise is None else surprise[rows],
@@ -556,7 +562,7 @@ def _mini_batches_of(worker_group: Any, rows: int) -> Iterator[None]:
     """Let the update of one step cut mini-batches of `rows` rows, where verl counts un-pruned ones.
 
     `_update_actor` sets the size itself right before it calls the worker group, so it can only be corrected in between.
-    `global_batch_size`, the denominator, stays verl's: the un-pruned size.
+    What it sets as `global_batch_size` is not used: the denominators come as columns.
     """
     of_verl = worker_group.update_actor
 

@@ -37,7 +37,8 @@ class FullBatch:
         reward: (n,) float64; that of a session stands at each of its outputs.
         session: (n,) int, the session of each completion; its outputs share one.
         has_advantage: (n,) bool, whether the advantage is one, and not the rounded zero of equal rewards.
-        sum_sq_one_minus_p: (n,) float64, sum of (1 - p_t)^2 over its response, or None without rollout log-probs.
+        sum_sq_one_minus_p: (n,) float64, sum of (1 - p_t)^2 over its response, or None without rollout log-probs; not
+            finite where one of these is not.
         signature: (n, d) float64, which tokens surprised, or None without rollout log-probs; see `chain_order`.
         mean_negative_log_prob: mean of -log p over all response tokens, an estimate of the rollout's entropy, or None.
         verl_metrics: verl's own metrics of rewards, advantages and lengths, taken over all n completions.
@@ -137,7 +138,7 @@ def read_full_batch(batch: KVBatchMeta, config: DictConfig) -> FullBatch:
         counted = mask.values().bool()
         flat = torch.where(counted, log_prob.values().to(torch.float64), 0.0)
         one_minus_p = (1 - flat.exp()) * counted
-        surprise = usual_where_not_finite(row_sums(_like(log_prob, one_minus_p**2)))
+        surprise = row_sums(_like(log_prob, one_minus_p**2))
         signature = _signature(data.pop("responses"), _like(log_prob, one_minus_p.nan_to_num(0.0, 0.0, 0.0)))
         negative_log_prob = float(-flat.sum() / max(float(counted.sum()), 1.0))
     full = _with_advantage(data.select("response_mask", "rm_scores"), uid, batch, config)
