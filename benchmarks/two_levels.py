@@ -57,7 +57,7 @@ class Arm:
 
     def steps(self, rows: int, passes: int, keep: float) -> int:
         """Return the steps that draw every prompt `passes` times."""
-        return planned_steps(0, 0, passes * rows, rows, BATCH_SIZE, self.drawn(keep), 0.0)
+        return planned_steps(0, 0, passes * rows, rows, BATCH_SIZE, BATCH_SIZE, self.drawn(keep), 0.0)
 
     def overrides(self, prompt_keep: float, completion_keep: float, rate: float) -> list[str]:
         """Return the Hydra overrides on top of those of the algorithm."""
