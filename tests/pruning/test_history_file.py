@@ -41,7 +41,7 @@ def test_plain_numpy_reads_it_without_pickle(tmp_path):
         "format": "verl_dppo prompt history",
         "version": 1,
         "prompts": 5,
-        "forgetting": 0.5,
+        "forgetting": 0.7,
         "binary": False,
     }
     assert arrays["id"].tolist() == [b"id0", b"id1", b"id2", b"id3", b"id4"]

@@ -156,7 +156,7 @@ def test_figures_of_a_draw_of_both_levels_by_hand(monkeypatch):
     pi, drawn = np.array([0.5, 1.0, 0.5, 1.0]), np.array([True, True, False, True])
     weight = np.where(drawn, of_prompt / pi, 0.0)
     plan = CompletionPlan(weight=weight, pi=pi, mini_batch=np.zeros(4, int), rows=[np.array([0, 1, 3])], padding=[0])
-    prompts = PromptsOfRows(of_prompt, np.zeros(4, int), np.array([5]), 5.0, inflation=0.5)
+    prompts = PromptsOfRows(of_prompt, np.zeros(4, int), np.array([5]), 5.0, 8.0, inflation=0.5)
     found = plan_metrics(full, plan, np.array([1.0, 2.0, 3.0, 1.0]), prompts)
     assert found["dppo/prompts_drawn"] == 5
     assert found["dppo/completions"] == 4

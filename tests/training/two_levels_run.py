@@ -267,7 +267,7 @@ class Run:
 
     def start(self) -> Node:
         """Return the node before the first step."""
-        return Node(self.trainer._prompts)
+        return Node(self.trainer._prompts, self.sampler.made)
 
     def _trainer(self) -> DPPOTrainer:
         trainer = object.__new__(DPPOTrainer)
