@@ -60,12 +60,12 @@ def median(function: Callable[[], object], repeats: int) -> float:
     return float(np.median([timed(function) for _ in range(repeats + 1)][1:]))
 
 
-def new_level(rows: int, batch: int, keep: float | str = 0.9) -> PromptLevel:
+def new_level(rows: int, batch: int, group: int, keep: float | str = 0.9) -> PromptLevel:
     """Return the prompt level of a data set none of whose prompts was visited; it loads no rows."""
     config = OmegaConf.create(
         {
             "data": {"train_batch_size": batch},
-            "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": batch}},
+            "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": batch}, "rollout": {"n": group}},
             "trainer": {"total_epochs": 3},
         }
     )
@@ -78,7 +78,7 @@ def new_level(rows: int, batch: int, keep: float | str = 0.9) -> PromptLevel:
 
 def visited_level(rows: int, batch: int, group: int, keep: float | str = 0.9) -> PromptLevel:
     """Return the prompt level of a data set all of whose prompts were visited once, halfway through its second pass."""
-    level, rng = new_level(rows, batch, keep), np.random.default_rng(1)
+    level, rng = new_level(rows, batch, group, keep), np.random.default_rng(1)
     level.history.observe(level.ids, binary_rewards(rows, group, rng), 1)
     with tempfile.TemporaryDirectory() as folder:  # loading is what tells it which rows are known
         level.save(folder)
