@@ -68,6 +68,7 @@ def test_verls_own_metrics_are_those_of_the_full_batch(all_informative, stock):
     assert {m["dppo/completions"] for m in all_informative.metrics} == {PROMPTS * COMPLETIONS}
 
 
+@pytest.mark.long
 def test_dynamic_micro_batches_change_the_gradient_norm_by_rounding_only(verl_run, stock):
     run = verl_run(*DPPO, "algorithm.dppo.completion.keep=1", steps=1)
     assert run.metrics[0]["dppo/kept_fraction"] < 1

@@ -282,7 +282,7 @@ def test_validation_sees_every_prompt(refill):
     assert mean == pytest.approx(np.mean(scores))
 
 
-@pytest.mark.parametrize("step", [4, AT_PASS_END])
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.long), AT_PASS_END])
 def test_a_resumed_run_continues_to_the_bit(refill, few, verl_run, tmp_path, step):
     """From the middle of a pass, and from the very end of one."""
     run = verl_run(

@@ -136,7 +136,8 @@ class Case:
 
 TERMS = [(False, False), (True, False), (False, True), (True, True)]
 EVERY_AGGREGATION = [Case(agg_mode=mode, kl=kl, entropy=h) for mode in EXACT_AGG_MODES for kl, h in TERMS]
-EVERY_ALGORITHM = [Case(name, kl=kl, entropy=h) for name in ALGORITHMS for kl, h in TERMS]
+# Terms alone are in the list above.
+EVERY_ALGORITHM = [Case(name, kl=terms, entropy=terms) for name in ALGORITHMS for terms in (False, True)]
 EVERY_LAYOUT = [Case("dapo", mini_batches=k, micro=micro) for k in (1, 2) for micro in (1, 2, 0)]
 EVERY_SUBSET = [Case("dapo", design="poisson", mini_batches=k, micro=micro) for k, micro in ((1, 0), (2, 2))]
 MINI_BATCHES = [Case(name, mini_batches=2, micro=0) for name in ALGORITHMS]
