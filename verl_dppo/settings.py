@@ -41,6 +41,18 @@ def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise refuse(name, value, "no such choice", f"use one of {', '.join(choices)}")
 
 
+def _share_or_auto(prefix: str, keep: Any, of_what: str, instead: str) -> None:
+    """Refuse a `keep` that is neither a share nor auto."""
+    if keep == AUTO:
+        return
+    if isinstance(keep, str):
+        raise refuse(prefix + "keep", repr(keep), "no such choice", "give a share in (0, 1], or auto")
+    _number(prefix + "keep", keep, float)
+    if not 0 < keep <= 1:
+        way_out = f"give a share in (0, 1]; to {instead} set {prefix}enable=false"
+        raise refuse(prefix + "keep", keep, f"a share of the {of_what} must be kept", way_out)
+
+
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise refuse(name, repr(value), "it is neither true nor false", "give one of the two")
@@ -81,13 +93,7 @@ class CompletionSettings:
         _flag(prefix + "enable", self.enable)
         _choice(prefix + "rule", self.rule, RULES)
         _choice(prefix + "design", self.design, DESIGNS)
-        if self.keep != AUTO:
-            if isinstance(self.keep, str):
-                raise refuse(prefix + "keep", repr(self.keep), "no such choice", "give a share in (0, 1], or auto")
-            _number(prefix + "keep", self.keep, float)
-            if not 0 < self.keep <= 1:
-                way_out = "give a share in (0, 1]; to train on everything set algorithm.dppo.completion.enable=false"
-                raise refuse(prefix + "keep", self.keep, "a share of the tokens must be kept", way_out)
+        _share_or_auto(prefix, self.keep, "tokens", "train on everything")
         if self.probe_every is not None:
             _number(prefix + "probe_every", self.probe_every, int)
             if self.probe_every < 1:
@@ -178,13 +184,7 @@ class PromptSettings:
         _flag(prefix + "enable", self.enable)
         _choice(prefix + "rule", self.rule, PROMPT_RULES)
         _choice(prefix + "schedule", self.schedule, SCHEDULES)
-        if self.keep != AUTO:
-            if isinstance(self.keep, str):
-                raise refuse(prefix + "keep", repr(self.keep), "no such choice", "give a share in (0, 1], or auto")
-            _number(prefix + "keep", self.keep, float)
-            if not 0 < self.keep <= 1:
-                way_out = "give a share in (0, 1]; to sample every prompt set algorithm.dppo.prompt.enable=false"
-                raise refuse(prefix + "keep", self.keep, "a share of the prompts must be kept", way_out)
+        _share_or_auto(prefix, self.keep, "prompts", "sample every prompt")
         _number(prefix + "floor", self.floor, float)
         highest = LOWEST_PROMPT_KEEP if isinstance(self.keep, str) else self.keep
         if not 0 < self.floor <= highest:

@@ -1,6 +1,5 @@
 """The prompt level of a run: which rows of the data set a step samples, and what is learnt from them."""
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ SUMS = {"drawn": int, "kept": int, "prompts": float, "tokens": float, "groups": 
 """What the level counts, in its state under these names."""
 FORGETTING = 0.9
 """A step counts this much less with every later one for the mean response tokens of a prompt."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
