@@ -1,0 +1,73 @@
+"""How close to even a partition can be at best: lower bounds of the makespan, the cost of the costliest part.
+
+Each bound holds on its own, so that the largest of them does. With equal counts a part has at least m = floor(n / parts)
+rows, and whatever rows are known to share a part have the cheapest rows for company at best.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+def makespan_lower_bound(cost: ArrayLike, parts: int, equal_count: bool = True) -> float:
+    """Return a cost that the costliest part has at least, however the rows are dealt.
+
+    The largest of: the mean over parts; what rows must share a part by the pigeonhole principle (alone, the largest
+    row with the m - 1 smallest; two, the parts-th and the next largest; and so on); with equal counts also the mean of
+    the i parts that hold the i largest rows, which is exact where a few rows dwarf the others.
+
+    Args:
+        cost: (n,) cost of each row, finite and not negative, in any unit.
+        parts: number of parts.
+        equal_count: whether counts of rows differ by at most 1 between parts.
+
+    Returns:
+        The bound, in the unit of `cost`.
+
+    Raises:
+        ValueError: as for `balance`.
+    """
+    values = -np.sort(-check_cost(cost, parts))
+    scale = float(values[0])
+    return scale * scaled_lower_bound(values / scale, parts, equal_count) if scale else 0.0
+
+
+def check_cost(cost: ArrayLike, parts: int) -> Array:
+    """Return the costs as an array if they can be dealt to that many parts."""
+    values = np.asarray(cost, dtype=np.float64)
+    if values.ndim != 1 or values.size == 0:
+        raise ValueError(f"cost must have the shape (n,) with n >= 1, got {values.shape}")
+    bad = ~(np.isfinite(values) & (values >= 0))
+    if bad.any():
+        raise ValueError(f"cost must be finite and >= 0, got {values[bad][:3]}")
+    if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
+        raise ValueError(f"parts must be an integer >= 1, got {parts!r}")
+    return values
+
+
+def scaled_lower_bound(values: Array, parts: int, equal_count: bool) -> float:
+    """Return the bound for costs in descending order."""
+    least = values.size // parts if equal_count else 0
+    cheapest = np.concatenate([[0.0], np.cumsum(values[::-1])])
+    mean = float(cheapest[-1]) / parts
+    bounds = [mean, _shared(values, parts, least, cheapest)]
+    if least:
+        bounds.append(_apart(values, parts, least, cheapest))
+    return max(bounds)
+
+
+def _shared(values: Array, parts: int, least: int, cheapest: Array) -> float:
+    """Of the j * parts + 1 largest rows j + 1 share a part, whose cost is at least that of the last j + 1 of them."""
+    j = np.arange((values.size - 1) // parts + 1)
+    largest = np.concatenate([[0.0], np.cumsum(values)])
+    together = largest[j * parts + 1] - largest[j * parts - j]
+    return float((together + cheapest[np.maximum(least - j - 1, 0)]).max())
+
+
+def _apart(values: Array, parts: int, least: int, cheapest: Array) -> float:
+    """The i largest rows lie in i parts, with the cheapest for company, unless two of them share one."""
+    i = np.arange(1, parts + 1)
+    mean = (np.cumsum(values[:parts]) + cheapest[i * (least - 1)]) / i
+    two = values[: parts - 1] + values[1:parts] + cheapest[max(least - 2, 0)]
+    return float(np.minimum(mean, np.concatenate([[np.inf], two])).max())
