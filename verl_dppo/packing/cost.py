@@ -22,7 +22,8 @@ class SequenceCost:
 
     Training costs three times as much for every sequence alike (the backward pass is twice the forward pass), and
     balancing reads ratios alone, so the factor is left out. Counted are the matrix products, as PyTorch's FLOPs counter
-    counts them: projections, attention, MLP or the experts a token is routed to, and the LM head at every token.
+    counts them: projections, attention, MLP or the experts a token is routed to, and the LM head at every token. Extra
+    layers that predict tokens further ahead are not.
 
     Attributes:
         per_token: FLOPs per token of everything but attention.
@@ -35,6 +36,15 @@ class SequenceCost:
     per_token: float
     attention: tuple[tuple[float, int | None], ...] = ()
     causal: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse figures that no model has."""
+        for flops in (self.per_token, *(per_pair for per_pair, _ in self.attention)):
+            if not 0 <= flops < np.inf:
+                raise ValueError(f"FLOPs must be finite and at least 0, got {flops}")
+        for _, window in self.attention:
+            if window is not None and window < 1:
+                raise ValueError(f"window must be at least 1 token or None, got {window}")
 
     @classmethod
     def tokens(cls) -> "SequenceCost":
