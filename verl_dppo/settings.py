@@ -10,12 +10,11 @@ from verl_dppo.pruning.prompts import PROMPT_RULES, SCHEDULES
 from verl_dppo.pruning.sampling import DESIGNS
 
 RULES = ("neyman", "threshold")
+COSTS = ("flops", "tokens")
 AUTO = "auto"
 # Named in the design of this plugin but not built: asking for one must not look as if it did something.
 NOT_BUILT = {
     "preset": "set `algorithm.dppo.completion.rule=threshold` for a paper-like completion rule",
-    "packing": "packing is not there yet; verl's own dynamic micro-batches pack the kept rows",
-    "balance": "the balancer is not there yet; verl's own balances the kept rows over ranks",
 }
 
 
@@ -204,6 +203,48 @@ class PromptSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackingSettings:
+    """How rows are packed into micro-batches, where verl cuts these by tokens."""
+
+    enable: bool = True
+    """Plan the micro-batches of every rank before the step. Off, each engine of verl cuts its own."""
+
+    window: int | None = None
+    """How many rows Dense Prompt Packing chooses from at a time, >= 1; null: all of a rank."""
+
+    micro_batch_tokens: int | None = None
+    """Largest number of tokens of a micro-batch, for each device; null: verl's ppo_max_token_len_per_gpu and
+    log_prob_max_token_len_per_gpu, which it must not exceed."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        prefix = "algorithm.dppo.packing."
+        _flag(prefix + "enable", self.enable)
+        for name in ("window", "micro_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                _number(prefix + name, value, int)
+                if value < 1:
+                    raise refuse(prefix + name, value, "nothing would fit", "give an integer >= 1, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceSettings:
+    """How the rows of each mini-batch are dealt to the data-parallel ranks."""
+
+    enable: bool = True
+    """Balance every mini-batch over the ranks. Off, rows stay in the order that verl gives them."""
+
+    cost: str = "flops"
+    """`flops`: what a sequence costs the model, from its configuration. `tokens`: its length."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        _flag("algorithm.dppo.balance.enable", self.enable)
+        _choice("algorithm.dppo.balance.cost", self.cost, COSTS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DPPOSettings:
     """All of `algorithm.dppo.*`."""
 
@@ -218,6 +259,12 @@ class DPPOSettings:
 
     prompt: PromptSettings = field(default_factory=PromptSettings)
     """Pruning of prompts."""
+
+    packing: PackingSettings = field(default_factory=PackingSettings)
+    """Packing into micro-batches."""
+
+    balance: BalanceSettings = field(default_factory=BalanceSettings)
+    """Balancing over data-parallel ranks."""
 
     anneal_fraction: float = 0.0
     """Share of the training steps, at their end, that train on full batches by verl's own code, in [0, 1]."""
@@ -235,7 +282,7 @@ class DPPOSettings:
 
     @property
     def prunes(self) -> bool:
-        """Whether anything differs from stock verl."""
+        """Whether anything is pruned."""
         return self.prunes_completions or self.prunes_prompts
 
     @property
@@ -248,6 +295,11 @@ class DPPOSettings:
         """Whether prompts are pruned, but for annealed steps."""
         return self.enable and self.prompt.enable
 
+    @property
+    def orders(self) -> bool:
+        """Whether rows are ordered or packed otherwise than by verl."""
+        return self.enable and (self.packing.enable or self.balance.enable)
+
     def anneals(self, step: int, total_steps: int) -> bool:
         """Whether step 1, ..., total_steps of training belongs to the full batches at the end."""
         return step > total_steps - round(self.anneal_fraction * total_steps)
@@ -256,9 +308,16 @@ class DPPOSettings:
     def from_mapping(cls, values: Mapping[str, Any]) -> "DPPOSettings":
         """Build the settings from plain nested mappings; a name that nobody reads is an error."""
         known = _known(cls, values, "")
-        completion = CompletionSettings(**_group(CompletionSettings, known.pop("completion", {}), "completion"))
-        prompt = PromptSettings(**_group(PromptSettings, known.pop("prompt", {}), "prompt"))
-        return cls(completion=completion, prompt=prompt, **known)
+        made = {name: kind(**_group(kind, known.pop(name, {}), name)) for name, kind in GROUPS.items()}
+        return cls(**made, **known)
+
+
+GROUPS: dict[str, type] = {
+    "completion": CompletionSettings,
+    "prompt": PromptSettings,
+    "packing": PackingSettings,
+    "balance": BalanceSettings,
+}
 
 
 def _group(cls: type, values: Any, name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a step reports under `dppo/*`, and what it makes good among verl's own metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +125,24 @@ def saved_time(
         "dppo/seconds_saved": saved,
         "dppo/time_ratio": (step + saved) / step,
         "dppo/noise_equivalent_speedup": (step + saved) / ((rollout + update) * (1 + rho) + rest),
+    }
+
+
+def rank_seconds(busy: Sequence[Sequence[float]], wall: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Describe how evenly the ranks worked in an update.
+
+    Args:
+        busy: [rank][mini-batch], seconds of work.
+        wall: [rank][mini-batch], seconds, waiting for other ranks included.
+
+    Returns:
+        `measured`: makespan over mean of the work, what `dppo/balance/mini_batch_cost` predicts. `waited`: the mean
+        share of its time that a rank waited.
+    """
+    worked, took = np.array(busy), np.array(wall)
+    return {
+        "dppo/balance/measured": float(worked.max(axis=0).sum() / worked.mean(axis=0).sum()),
+        "dppo/balance/waited": float(1 - worked.sum() / took.sum()),
     }
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.engine_workers import TrainingWorker
 
 from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE, WEIGHT
 
@@ -85,15 +84,3 @@ def gradient_norms(worker: TrainingWorker, data: TensorDict) -> torch.Tensor:
             if owner == rank:
                 norms[row] = norm
     return norms
-
-
-class ProbingWorker(ActorRolloutRefWorker):
-    """verl's worker, which can also be asked for gradient norms."""
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def probe_gradient_norms(self, data: TensorDict) -> TensorDict | None:
-        """Write the column NORM for rows that are ready for an update; see `gradient_norms`."""
-        norms = gradient_norms(self.actor, data)
-        if not self.actor.engine.is_mp_src_rank_with_outputs():
-            return None
-        return TensorDict({NORM: norms}, batch_size=len(data))

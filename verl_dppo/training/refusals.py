@@ -3,7 +3,6 @@
 A refusal stands for something that would train with a biased gradient, or would quietly not train with DPPO at all.
 """
 
-import math
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -13,32 +12,15 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from packaging.specifiers import SpecifierSet
 
-from verl_dppo.settings import DPPOSettings, RefusedSettingError, refuse
+from verl_dppo.settings import DPPOSettings, PackingSettings, RefusedSettingError, refuse
+from verl_dppo.training.passes import ACTOR, ROLLOUT, data_parallel_ranks, passes, rows_multiple, select
 
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
 ROLLOUT_CORRECTION = "algorithm.rollout_correction"
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-REFERENCE = "actor_rollout_ref.ref"
 # Advantage estimators that are exact under pruning (tests/training/test_algorithms.py). Each gives a completion one
 # number, from rewards and lengths of the full batch; that number is 0 where the group's rewards are equal; and verl can
 # compute it on what is left of a group too, which it does before the trainer puts the full group's numbers back.
 EXACT_ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg")
-# Engines that run the actor, and the settings whose product is the devices that one data-parallel rank of them spans.
-MODEL_PARALLEL = {
-    "fsdp": ("fsdp_config.ulysses_sequence_parallel_size",),
-    "fsdp2": ("fsdp_config.ulysses_sequence_parallel_size",),
-    "megatron": (
-        "megatron.tensor_model_parallel_size",
-        "megatron.pipeline_model_parallel_size",
-        "megatron.context_parallel_size",
-    ),
-}
-
-
-def _select(config: DictConfig, name: str, default: Any = None) -> Any:
-    value = OmegaConf.select(config, name)
-    return default if value is None else value
 
 
 def settings_of(config: DictConfig) -> DPPOSettings:
@@ -57,83 +39,46 @@ def settings_of(config: DictConfig) -> DPPOSettings:
     return DPPOSettings.from_mapping({str(name): value for name, value in plain.items()})
 
 
-def data_parallel_ranks(config: DictConfig, role: str = ACTOR) -> int:
-    """Return the number of data-parallel ranks that the configuration asks for.
-
-    Args:
-        config: verl's composed configuration.
-        role: the node of the actor or of the reference policy.
-
-    Raises:
-        RefusedSettingError: an engine that DPPO was not tested on, or devices that its ranks do not divide.
-    """
-    strategy = _select(config, f"{ACTOR}.strategy")
-    if strategy not in MODEL_PARALLEL:
-        way_out = f"use one of {', '.join(MODEL_PARALLEL)}"
-        raise refuse(f"{ACTOR}.strategy", strategy, "DPPO was not tested on this engine", way_out)
-    devices = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
-    span = math.prod(int(_select(config, f"{role}.{name}", 1)) for name in MODEL_PARALLEL[strategy])
-    if strategy != "megatron" and int(_select(config, f"{role}.ulysses_sequence_parallel_size", 1)) > 1:
-        # verl's older name for it wins where both are set.
-        span = int(_select(config, f"{role}.ulysses_sequence_parallel_size"))
-    if devices % span:
-        reason = f"one data-parallel rank of {role} spans {span} devices"
-        raise refuse("trainer.n_gpus_per_node * trainer.nnodes", devices, reason, f"use a multiple of {span}")
-    return devices // span
-
-
-def rows_multiple(config: DictConfig) -> int:
-    """Return what the rows of a mini-batch must be a multiple of: the ranks, times fixed micro-batch sizes.
-
-    Raises:
-        RefusedSettingError: a micro-batch size that is neither dynamic nor given, or from `data_parallel_ranks`.
-    """
-    phases = [
-        (ACTOR, f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
-        (ACTOR, f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
-    ]
-    if _select(config, f"{ACTOR}.use_kl_loss", False):
-        sizes = (f"{REFERENCE}.log_prob_use_dynamic_bsz", f"{REFERENCE}.log_prob_micro_batch_size_per_gpu")
-        phases.append((REFERENCE, *sizes))
-    multiple = 1
-    for role, dynamic, name in phases:
-        size = 1 if _select(config, dynamic, False) else _select(config, name)
-        if size is None:
-            reason = "without dynamic micro-batches its size must be known"
-            raise refuse(name, None, reason, f"set it, or {dynamic}=true")
-        multiple = math.lcm(multiple, data_parallel_ranks(config, role) * int(size))
-    return multiple
-
-
 def _switch(config: DictConfig, name: str, reason: str, way_out: str) -> Iterator[RefusedSettingError]:
-    value = _select(config, name)
+    value = select(config, name)
     if value not in (None, False, ""):
         yield refuse(name, value, reason, way_out)
 
 
-def _of_the_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
-    if not _select(config, "trainer.use_v1", True):
+def _of_the_entry(config: DictConfig) -> Iterator[RefusedSettingError]:
+    if not select(config, "trainer.use_v1", True):
         reason = "the deprecated RayPPOTrainer would train plain GRPO without a word"
         yield refuse("trainer.use_v1", False, reason, "leave it true")
-    mode = _select(config, "trainer.v1.trainer_mode")
+    mode = select(config, "trainer.v1.trainer_mode")
     if mode != "dppo":
         reason = f"the {mode} trainer would train plain GRPO without a word"
         yield refuse(
             "trainer.v1.trainer_mode", mode, reason, "leave it at dppo, which is verl's sync trainer with hooks"
         )
-    updates = int(_select(config, "trainer.v1.sync.parameter_sync_step", 1))
+    updates = int(select(config, "trainer.v1.sync.parameter_sync_step", 1))
     if updates != 1:
         reason = "a step would hold several batches, of which the metrics would describe the last"
         yield refuse("trainer.v1.sync.parameter_sync_step", updates, reason, "leave it at 1")
-    estimator = _select(config, "algorithm.adv_estimator")
+    way_out = "set critic.enable=false"
+    yield from _switch(config, "critic.enable", "DPPO prunes and orders what a critic would train on", way_out)
+    yield from _of_the_engine(config)
+
+
+def _of_the_engine(config: DictConfig) -> Iterator[RefusedSettingError]:
+    untested = "DPPO was not tested with it"
+    for name, off in (("dynamic_context_parallel", "false"), ("virtual_pipeline_model_parallel_size", "null")):
+        yield from _switch(config, f"{ACTOR}.megatron.{name}", untested, f"set {ACTOR}.megatron.{name}={off}")
+
+
+def _of_the_advantage(config: DictConfig) -> Iterator[RefusedSettingError]:
+    estimator = select(config, "algorithm.adv_estimator")
     if estimator not in EXACT_ESTIMATORS:
         reason = (
             "pruning is exact where a completion has one advantage, which is 0 where its group's rewards are equal and "
             "which verl can compute on what is left of a group"
         )
         yield refuse("algorithm.adv_estimator", estimator, reason, f"use one of {', '.join(EXACT_ESTIMATORS)}")
-    yield from _switch(config, "critic.enable", "DPPO prunes what a critic would train on", "set critic.enable=false")
-    n = int(_select(config, f"{ROLLOUT}.n", 1))
+    n = int(select(config, f"{ROLLOUT}.n", 1))
     if n < 2:
         reason = "the advantage of a group of one is not defined"
         yield refuse(f"{ROLLOUT}.n", n, reason, "sample at least 2 completions for each prompt")
@@ -148,15 +93,15 @@ def _of_the_loss(config: DictConfig) -> Iterator[RefusedSettingError]:
         "the penalty needs log-probs of completions before they are pruned",
         f"use the KL loss instead, which DPPO weights: {ACTOR}.use_kl_loss=true",
     )
-    loss_mode = _select(config, f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    loss_mode = select(config, f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if loss_mode not in EXACT_LOSS_MODES:
         reason = "its gradient is not linear in a completion's weight, so that pruning would bias it"
         way_out = f"use one of {', '.join(EXACT_LOSS_MODES)}"
         yield refuse(f"{ACTOR}.policy_loss.loss_mode", loss_mode, reason, way_out)
-    agg_mode = _select(config, f"{ACTOR}.loss_agg_mode", "token-mean")
+    agg_mode = select(config, f"{ACTOR}.loss_agg_mode", "token-mean")
     if agg_mode not in EXACT_AGG_MODES:
         yield refuse(f"{ACTOR}.loss_agg_mode", agg_mode, "unknown to DPPO", f"use one of {', '.join(EXACT_AGG_MODES)}")
-    if agg_mode == "seq-mean-token-sum-norm" and not _select(config, f"{ACTOR}.loss_scale_factor"):
+    if agg_mode == "seq-mean-token-sum-norm" and not select(config, f"{ACTOR}.loss_scale_factor"):
         reason = f"{agg_mode} then divides by the longest response of whatever micro-batch is left"
         way_out = "set a constant, e.g. data.max_response_length"
         yield refuse(f"{ACTOR}.loss_scale_factor", None, reason, way_out)
@@ -185,19 +130,16 @@ def _of_megatron(config: DictConfig) -> Iterator[RefusedSettingError]:
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         yield from _switch(config, f"{transformer}.{name}", outside, f"set {transformer}.{name}=0")
     balancing = f"{transformer}.moe_router_load_balancing_type"
-    if _select(config, balancing, "none") != "none":
-        yield refuse(balancing, _select(config, balancing), outside, f"set {balancing}=none")
+    if select(config, balancing, "none") != "none":
+        yield refuse(balancing, select(config, balancing), outside, f"set {balancing}=none")
     coupled = "what happens to a token would depend on the other rows that are kept"
     for name, off in (("moe_expert_capacity_factor", "null"), ("moe_router_enable_expert_bias", "false")):
         yield from _switch(config, f"{transformer}.{name}", coupled, f"set {transformer}.{name}={off}")
-    untested = "DPPO was not tested with it"
-    for name, off in (("dynamic_context_parallel", "false"), ("virtual_pipeline_model_parallel_size", "null")):
-        yield from _switch(config, f"{ACTOR}.megatron.{name}", untested, f"set {ACTOR}.megatron.{name}={off}")
 
 
-def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
-    prompts, mini = int(config.data.train_batch_size), int(_select(config, f"{ACTOR}.ppo_mini_batch_size"))
-    if prompts % mini:
+def _of_the_batch(config: DictConfig, prunes: bool) -> Iterator[RefusedSettingError]:
+    prompts, mini = int(config.data.train_batch_size), int(select(config, f"{ACTOR}.ppo_mini_batch_size"))
+    if prunes and prompts % mini:
         reason = f"it does not divide into mini-batches of {mini} prompts"
         yield refuse("data.train_batch_size", prompts, reason, f"use a multiple of {ACTOR}.ppo_mini_batch_size={mini}")
     yield from _switch(
@@ -217,7 +159,7 @@ def _of_the_batch(config: DictConfig) -> Iterator[RefusedSettingError]:
     except RefusedSettingError as error:
         yield error
         return
-    rows = mini * int(_select(config, f"{ROLLOUT}.n", 1))
+    rows = mini * int(select(config, f"{ROLLOUT}.n", 1))
     if rows % multiple:
         reason = f"its {rows} completions do not divide over {ranks} data-parallel ranks ({multiple} rows at a time)"
         way_out = f"make ppo_mini_batch_size * rollout.n a multiple of {multiple}, or set {ACTOR}.use_dynamic_bsz=true"
@@ -231,13 +173,21 @@ def _of_the_prompts(config: DictConfig) -> Iterator[RefusedSettingError]:
     yield from _switch(config, "trainer.v1.sampler.sync_refill_failed_groups", drawn, f"leave it false, or {way_out}")
     replayed = "rollouts from a file belong to prompts that this run did not draw"
     yield from _switch(config, "skip.rollout_tq.enable", replayed, way_out)
-    if _select(config, "algorithm.adv_estimator") == "gpg":
+    if select(config, "algorithm.adv_estimator") == "gpg":
         reason = "it scales advantages by a count over the whole batch, in which the skipped prompts are missing"
         yield refuse("algorithm.adv_estimator", "gpg", reason, f"use another estimator, or {way_out}")
-    fetched, prompts = _select(config, "data.gen_batch_size"), int(config.data.train_batch_size)
+    fetched, prompts = select(config, "data.gen_batch_size"), int(config.data.train_batch_size)
     if fetched not in (None, prompts):
         reason = "a step draws all its prompts at once"
         yield refuse("data.gen_batch_size", fetched, reason, f"leave it null, or {way_out}")
+
+
+def _of_the_packing(config: DictConfig, packing: PackingSettings) -> Iterator[RefusedSettingError]:
+    for made in passes(config, packing).values() if packing.enable else ():
+        if packing.micro_batch_tokens is not None and packing.micro_batch_tokens > made.limit:
+            reason = f"the engine takes {made.limit} tokens at most"
+            way_out = f"raise {made.setting}, or give a smaller number, or null to use that"
+            yield refuse("algorithm.dppo.packing.micro_batch_tokens", packing.micro_batch_tokens, reason, way_out)
 
 
 def check_verl_version(installed: str) -> None:
@@ -260,10 +210,14 @@ def check_run(config: DictConfig) -> DPPOSettings:
     settings = settings_of(config)
     check_verl_version(version("verl"))
     check_plugin()
-    if settings.prunes:
-        found = [*_of_the_trainer(config), *_of_the_loss(config), *_of_the_batch(config)]
+    if settings.prunes or settings.orders:
+        found = [*_of_the_entry(config), *_of_the_batch(config, settings.prunes)]
+        if settings.prunes:
+            found += [*_of_the_advantage(config), *_of_the_loss(config)]
         if settings.prunes_prompts:
             found += _of_the_prompts(config)
+        if not found:
+            found += _of_the_packing(config, settings.packing)
         if found:
             raise RefusedSettingError("\n".join(map(str, found)))
     return settings

@@ -44,14 +44,18 @@ from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE, WEIGHT,
 from verl_dppo.training.metrics import (
     over_drawn_prompts,
     plan_metrics,
+    rank_seconds,
     rename_metrics_of_kept_rows,
     saved_time,
     update_seconds,
 )
-from verl_dppo.training.probe import MEASURED, NORM, ProbingWorker
+from verl_dppo.training.micro_batches import COLUMNS, FOLLOWED
+from verl_dppo.training.passes import LOG_PROB, REFERENCE_LOG_PROB, UPDATE, rows_multiple
+from verl_dppo.training.probe import MEASURED, NORM
 from verl_dppo.training.prompt_level import PromptLevel, PromptsOfRows
-from verl_dppo.training.refusals import check_run, rows_multiple
+from verl_dppo.training.refusals import check_run
 from verl_dppo.training.state import Stateful, load_state, save_state
+from verl_dppo.training.step_order import StepOrder
 from verl_dppo.training.transform import (
     FullBatch,
     in_submission_order,
@@ -61,6 +65,7 @@ from verl_dppo.training.transform import (
     read_full_batch,
     usual_where_not_finite,
 )
+from verl_dppo.training.worker import BUSY_SECONDS, WALL_SECONDS, DPPOWorker
 
 # Where KL or entropy terms are on, every completion has a gradient, of a size that |A| does not tell: none is taken for
 # smaller than this share of the mean magnitude.
@@ -125,7 +130,13 @@ class DPPOTrainer(PPOTrainerSync):
         self._remembered: dict[str, Stateful] = {"budget": self._budget, "norms": self._norms}
         self._warm = False
         self._prompts: PromptLevel | None = None
+        self._order: StepOrder | None = None
         super().__init__(config)
+
+    def _init_tokenizer(self) -> None:
+        super()._init_tokenizer()
+        if self.dppo.orders:
+            self._order = StepOrder(self.dppo, self.config)
 
     def _init_dataloader(self) -> None:
         """Let verl load its data, and name the prompts where they are pruned.
@@ -157,10 +168,10 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if self.dppo.prunes_completions and self.dppo.completion.probe_every:
+        if self.dppo.orders or (self.dppo.prunes_completions and self.dppo.completion.probe_every):
             for role in (Role.ActorRollout, Role.ActorRolloutRef):
                 if role in self.role_worker_mapping:
-                    self.role_worker_mapping[role] = ray.remote(ProbingWorker)
+                    self.role_worker_mapping[role] = ray.remote(DPPOWorker)
 
     def _use_weighted_loss(self, weighted: bool) -> None:
         """Give the workers the weighted loss, or verl's own, where they do not have it yet."""
@@ -241,7 +252,7 @@ class DPPOTrainer(PPOTrainerSync):
         pruned = prunes_completions or (made is not None and made.plan.pruned)
         self._use_weighted_loss(pruned)
         if made is None and not pruned:
-            return super()._balance_batch(batch, metrics, *args, **kwargs)
+            return self._arrange_whole(super()._balance_batch(batch, metrics, *args, **kwargs), metrics)
         with marked_timer("dppo_prune", self.timing_raw):
             batch = in_submission_order(batch, self._submitted)
             full = read_full_batch(batch, self.config)
@@ -257,7 +268,28 @@ class DPPOTrainer(PPOTrainerSync):
                 magnitude = self._magnitude(full, part)
             if pruned:
                 return self._prune(batch, metrics, full, magnitude, prompts, prunes_completions)
-        return super()._balance_batch(batch, metrics, *args, **kwargs)
+        return self._arrange_whole(super()._balance_batch(batch, metrics, *args, **kwargs), metrics)
+
+    def _arrange_whole(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Order a batch that is not pruned; its mini-batches are those that verl would cut."""
+        rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        return self._arrange(batch, metrics, max(len(batch) // rows, 1))
+
+    def _arrange(self, batch: KVBatchMeta, metrics: dict, mini_batches: int) -> KVBatchMeta:
+        """Order the rows of a batch for ranks and micro-batches, whose mini-batches stand where verl cuts them."""
+        if self._order is None:
+            return batch
+        with marked_timer("dppo_order", self.timing_raw):
+            mini_batch, ranks = self._mini_batch_of_rows(len(batch), mini_batches), self._data_parallel_size()
+            batch, figures = self._order.arrange(batch, mini_batch, ranks, self.tokenizer.eos_token_id)
+        metrics.update(figures)
+        return batch
+
+    def _follow_plan(self, batch: KVBatchMeta, name: str) -> None:
+        """Tell the workers which column to take the micro-batches of the next pass from, or none."""
+        batch.extra_info.pop(FOLLOWED, None)
+        if self._order is not None and name in self._order.passes:
+            batch.extra_info[FOLLOWED] = COLUMNS[name]
 
     def _prune(
         self,
@@ -282,6 +314,7 @@ class DPPOTrainer(PPOTrainerSync):
         row_of_key = {key: row for row, key in enumerate(batch.keys)}
         self._step = _Step(full, plan, magnitude, prompts, tokens, size, row_of_key, dropped, figures)
         metrics.update(figures | balance)
+        kept = self._arrange(kept, metrics, len(plan.rows))
         if prunes_completions and self.dppo.completion.rule == "neyman":
             metrics["dppo/keep"] = keep
         return kept
@@ -372,10 +405,15 @@ class DPPOTrainer(PPOTrainerSync):
     # ---- on what was kept -------------------------------------------------------------------------------------------
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._follow_plan(batch, LOG_PROB)
         batch = super()._compute_old_log_prob(batch, metrics)
         if self._step is not None:
             rename_metrics_of_kept_rows(metrics)
         return batch
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._follow_plan(batch, LOG_PROB if self.ref_in_actor else REFERENCE_LOG_PROB)
+        return super()._compute_ref_log_prob(batch, metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Let verl do what else it does here, then put back the advantages of the full groups, and the weights."""
@@ -384,7 +422,7 @@ class DPPOTrainer(PPOTrainerSync):
             return batch
         full, plan = self._step.full, self._step.plan
         rows = [self._step.row_of_key.get(key) for key in batch.keys]
-        mini_batch = self._mini_batch_of_rows(len(batch))
+        mini_batch = self._mini_batch_of_rows(len(batch), len(plan.rows))
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         advantage = [
             mask.float() * (0.0 if row is None else full.advantage[row])
@@ -400,20 +438,21 @@ class DPPOTrainer(PPOTrainerSync):
         }
         return put_columns(batch, columns)
 
-    def _mini_batch_of_rows(self, rows: int) -> NDArray[np.int64]:
-        """Return the mini-batch of each row of the pruned batch, from the order that `rank_order` gave it."""
-        assert self._step is not None
-        mini_batches, ranks = len(self._step.plan.rows), self._data_parallel_size()
+    def _mini_batch_of_rows(self, rows: int, mini_batches: int) -> NDArray[np.int64]:
+        """Return the mini-batch of each row, from its place: each rank has its part of all of them in turn."""
+        ranks = self._data_parallel_size()
         return np.tile(np.repeat(np.arange(mini_batches), rows // (ranks * mini_batches)), ranks)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self._step is None:
-            return super()._update_actor(batch, metrics)
-        every = self.dppo.completion.probe_every if self.dppo.prunes_completions else None
-        if every and self.global_steps % every == 0:
-            with marked_timer("dppo_probe", self.timing_raw):
-                metrics.update(self._probe(batch))
-        with _mini_batches_of(self.actor_rollout_wg, self._step.plan.rows_per_mini_batch):
+        rows = None
+        if self._step is not None:
+            rows = self._step.plan.rows_per_mini_batch
+            every = self.dppo.completion.probe_every if self.dppo.prunes_completions else None
+            if every and self.global_steps % every == 0:
+                with marked_timer("dppo_probe", self.timing_raw):
+                    metrics.update(self._probe(batch))
+        self._follow_plan(batch, UPDATE)
+        with _around_update(self.actor_rollout_wg, rows, metrics):
             return super()._update_actor(batch, metrics)
 
     def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
@@ -558,17 +597,28 @@ def _clear(batch: KVBatchMeta) -> None:
 
 
 @contextmanager
-def _mini_batches_of(worker_group: Any, rows: int) -> Iterator[None]:
-    """Let the update of one step cut mini-batches of `rows` rows, where verl counts un-pruned ones.
+def _around_update(worker_group: Any, rows: int | None, metrics: dict) -> Iterator[None]:
+    """Correct what the update of one step is asked for, and take our own figures from its answer.
 
-    `_update_actor` sets the size itself right before it calls the worker group, so it can only be corrected in between.
-    What it sets as `global_batch_size` is not used: the denominators come as columns.
+    `_update_actor` sets the size of mini-batches itself right before it calls the worker group, and reads the answer
+    right after, so both can only be had in between. What it sets as `global_batch_size` is not used where rows are
+    pruned: the denominators come as columns.
+
+    Args:
+        worker_group: of the actor.
+        rows: rows of a mini-batch, where verl counts un-pruned ones; None: verl is right.
+        metrics: where the figures go.
     """
     of_verl = worker_group.update_actor
 
     def update_actor(batch: KVBatchMeta) -> Any:
-        batch.extra_info["mini_batch_size"] = rows
-        return of_verl(batch)
+        if rows is not None:
+            batch.extra_info["mini_batch_size"] = rows
+        output = of_verl(batch)
+        of_workers = output["metrics"]
+        if BUSY_SECONDS in of_workers:
+            metrics.update(rank_seconds(of_workers.pop(BUSY_SECONDS), of_workers.pop(WALL_SECONDS)))
+        return output
 
     worker_group.update_actor = update_actor
     try:
