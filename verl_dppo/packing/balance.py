@@ -9,8 +9,8 @@ import heapq
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from verl_dppo.packing.exchange import level
-from verl_dppo.packing.makespan import check_cost, makespan_lower_bound, scaled_lower_bound
+from verl_dppo.packing.local_search import lower_makespan
+from verl_dppo.packing.makespan import check_cost, makespan_lower_bound, relative_lower_bound
 
 __all__ = ["balance", "makespan_lower_bound"]
 
@@ -38,11 +38,12 @@ def balance(cost: ArrayLike, parts: int, equal_count: bool = True) -> list[Index
     """
     values = check_cost(cost, parts)
     order = np.argsort(-values, kind="stable")
-    descending = values[order] / (values.max() or 1.0)
+    descending = values[order]
+    target = relative_lower_bound(descending, parts, equal_count) * (1 + CLOSE_ENOUGH)
+    descending = descending / (descending[0] or 1.0)
     dealt = _longest_first(descending.tolist(), int(parts), equal_count)
     rows = _matrix(dealt, descending.size, 0 if equal_count else 2)
-    target = scaled_lower_bound(descending, parts, equal_count) * (1 + CLOSE_ENOUGH)
-    rows = level(rows, np.append(descending, 0.0), target, equal_count, 1000)
+    rows = lower_makespan(rows, np.append(descending, 0.0), equal_count, target)
     return [np.sort(order[line[line < values.size]]) for line in rows]
 
 

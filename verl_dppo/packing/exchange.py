@@ -1,10 +1,12 @@
-"""Local search for the makespan: exchange rows between a fuller and an emptier part, many pairs of parts at a time.
+"""Exchange rows between pairs of parts: subsets of equal size, chosen so that the fuller part gives the wanted cost.
 
-Parts are the lines of a matrix of row numbers, filled up with a row that costs nothing: exchanging it is a move.
+Parts are the lines of a matrix of row numbers in ascending order, filled up with the number of a row that costs
+nothing, so that giving a row for it is a move. Many pairs are treated in one pass of numpy.
 """
 
 from functools import cache
 from itertools import combinations
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,84 +15,113 @@ Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 ROUNDING = 1e-12
+MOST_SUBSETS = 2048
+MOST_SUMS = 32768
+"""Sums looked at in one pass, over all pairs: it takes some milliseconds."""
 
 
 @cache
-def _subsets(width: int, size: int) -> Index:
-    """Return (subsets, size) columns."""
-    return np.array(list(combinations(range(width), size)), dtype=np.int64).reshape(-1, size)
+def subset_columns(width: int, size: int) -> Index:
+    """Return (subsets, size) column numbers: all subsets, or where these are too many those of evenly spaced columns."""
+    count = width
+    while size > 1 and comb(count, size) > MOST_SUBSETS:
+        count -= 1
+    columns = np.linspace(width - 1, 0, count).round().astype(np.int64)
+    return np.array(list(combinations(columns.tolist(), size)), dtype=np.int64).reshape(-1, size)
 
 
-def exchange(rows: Index, values: Array, high: Index, low: Index, size: int, keep_counts: bool) -> int:
-    subsets = _subsets(rows.shape[1], size)
-    gap = values[rows[high]].sum(axis=1) - values[rows[low]].sum(axis=1)
-    give, take = values[rows[high]][:, subsets].sum(axis=2), values[rows[low]][:, subsets].sum(axis=2)
-    if keep_counts:
-        empty = values.size - 1
-        both = (rows[high, -1] == empty) & (rows[low, -1] == empty)
-        if both.any():
-            last = (subsets == rows.shape[1] - 1).any(axis=1)
-            pad = both[:, None] & last
-            give[pad] = -1
-            take[pad] = size + 0.5
+class Parts:
+    """Rows dealt to parts.
+
+    Attributes:
+        rows: (parts, width) row numbers, ascending in each line; values.size - 1 is the row that is none.
+        values: (n + 1,) cost of each row in descending order, the last one 0 for none.
+        keep_counts: no line may get a second empty place.
+    """
+
+    def __init__(self, rows: Index, values: Array, keep_counts: bool) -> None:
+        """Take over the rows, which `exchange` changes."""
+        self.rows, self.values, self.keep_counts = rows, values, keep_counts
+        self.cells = values[rows]
+
+    def load(self) -> Array:
+        """Return (parts,) the cost of each part."""
+        return self.cells.sum(axis=1)
+
+    def exchange(self, high: Index, low: Index, size: int, share: float = 0.5) -> bool:
+        """Exchange in each pair the subsets that move the share of the gap closest to the wanted one.
+
+        No part of a pair comes out as full as its fuller one was. Of pairs with the same fuller part the one that
+        comes out best is taken.
+
+        Args:
+            high: (pairs,) the fuller parts.
+            low: (pairs,) the emptier ones, each once.
+            size: rows that each gives.
+            share: 0.5 makes the pair as even as can be.
+
+        Returns:
+            Whether any rows were exchanged.
+        """
+        subsets = subset_columns(self.rows.shape[1], size)
+        load, line = self.load(), np.arange(high.size)
+        gap = (load[high] - load[low])[:, None]
+        give, take = self._sums(high, low, subsets)
+        moved, given, taken = _nearest(give, take, share * gap, float(size))
+        miss = np.abs(moved - share * gap)
+        miss[(moved <= ROUNDING) | (moved >= gap - ROUNDING)] = np.inf
+        best = miss.argmin(axis=1)
+        moved = moved[line, best]
+        after = np.where(np.isfinite(miss[line, best]), np.maximum(load[high] - moved, load[low] + moved), np.inf)
+        pairs = _one_for_each(high, after)
+        self._swap(high[pairs], low[pairs], subsets[given[line, best]][pairs], subsets[taken[line, best]][pairs])
+        return pairs.size > 0
+
+    def _sums(self, high: Index, low: Index, subsets: Index) -> tuple[Array, Array]:
+        """Return (pairs, subsets) the cost of what the fuller and what the emptier part of each pair may give."""
+        give, take = (self.cells[part][:, subsets].sum(axis=2) for part in (high, low))
+        if self.keep_counts:
+            none = self.values.size - 1
+            both = (self.rows[high, -1] == none) & (self.rows[low, -1] == none)
+            fixed = both[:, None] & (subsets == self.rows.shape[1] - 1).any(axis=1)
+            give, take = np.where(fixed, -1.0, give), np.where(fixed, subsets.shape[1] + 0.5, take)
+        return give, take
+
+    def _swap(self, high: Index, low: Index, given: Index, taken: Index) -> None:
+        one, other = (high[:, None], given), (low[:, None], taken)
+        self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
+        touched = np.concatenate([high, low])
+        self.rows[touched] = np.sort(self.rows[touched], axis=1)
+        self.cells[touched] = self.values[self.rows[touched]]
+
+
+def _nearest(give: Array, take: Array, wanted: Array, most: float) -> tuple[Array, Index, Index]:
+    """For each sum to give find the sums to take whose differences enclose the wanted one.
+
+    Args:
+        give: (pairs, sums), at most `most`.
+        take: (pairs, sums), at most `most` + 0.5.
+        wanted: (pairs, 1) difference, not negative.
+        most: largest sum.
+
+    Returns:
+        (pairs, 2 * sums) differences, and the places in `give` and `take` of what they are between.
+    """
+    pairs, sums = take.shape
     order = np.argsort(take, axis=1, kind="stable")
     take = np.take_along_axis(take, order, axis=1)
-    line = np.arange(high.size)[:, None]
-    stride = 2 * size + 1
-    wanted = np.maximum(give - gap[:, None] / 2, -0.25)
-    at = np.searchsorted((take + line * stride).ravel(), (wanted + line * stride).ravel()).reshape(give.shape)
-    at -= line * take.shape[1]
-    best_score = np.full(high.size, np.inf)
-    best = np.zeros((2, high.size), dtype=np.int64)
-    for near in (at - 1, at):
-        near = np.clip(near, 0, take.shape[1] - 1)
-        delta = give - np.take_along_axis(take, near, axis=1)
-        score = np.abs(delta - gap[:, None] / 2)
-        a = score.argmin(axis=1)
-        s = score[line[:, 0], a]
-        better = s < best_score
-        best_score[better] = s[better]
-        best[0, better] = a[better]
-        best[1, better] = order[line[:, 0], near[line[:, 0], a]][better]
-    found = np.flatnonzero(best_score < gap / 2 - ROUNDING)
-    if found.size:
-        h, l = high[found][:, None], low[found][:, None]
-        a, b = subsets[best[0, found]], subsets[best[1, found]]
-        rows[h, a], rows[l, b] = rows[l, b], rows[h, a]
-        touched = np.concatenate([high[found], low[found]])
-        rows[touched] = np.sort(rows[touched], axis=1)
-    return found.size
+    # One search over all pairs: each has a range of its own on the line of numbers.
+    start = np.arange(pairs)[:, None] * (most + 1)
+    found = np.searchsorted((take + start).ravel(), (np.maximum(give - wanted, -0.25) + start).ravel())
+    above = found.reshape(pairs, sums) - np.arange(pairs)[:, None] * sums
+    place = np.concatenate([np.maximum(above - 1, 0), np.minimum(above, sums - 1)], axis=1)
+    moved = np.tile(give, 2) - np.take_along_axis(take, place, axis=1)
+    given = np.broadcast_to(np.tile(np.arange(sums), 2), place.shape)
+    return moved, given, np.take_along_axis(order, place, axis=1)
 
 
-def level(rows: Index, values: Array, target: float, keep_counts: bool, limit: int, trace=None) -> Index:
-    parts, width = rows.shape
-    half = parts // 2
-    sizes = [s for s in (1, 2, 3, 4) if s <= max(1, width // 2) and _count(width, s) <= 600]
-    size = idle = turn = 0
-    best, best_rows = np.inf, rows.copy()
-    for k in range(limit):
-        load = values[rows].sum(axis=1)
-        if load.max() < best:
-            best, best_rows = load.max(), rows.copy()
-        if trace is not None:
-            trace.append((best, sizes[size]))
-        if best <= target or half == 0:
-            break
-        order = np.argsort(-load, kind="stable")
-        high, low = order[:half], np.roll(order[parts - half :][::-1], turn)
-        if exchange(rows, values, high, low, sizes[size], keep_counts):
-            idle = turn = size = 0
-        else:
-            idle += 1
-            turn += 1
-            if idle >= half:
-                size, idle, turn = size + 1, 0, 0
-                if size == len(sizes):
-                    break
-    return best_rows
-
-
-def _count(n, k):
-    from math import comb
-
-    return comb(n, k)
+def _one_for_each(high: Index, after: Array) -> Index:
+    """Return for each fuller part the pair that comes out best, where any comes out better."""
+    by_part = np.lexsort((after, high))
+    first = by_part[np.flatnonzero(np.diff(high[by_part], prepend=-1))]
+    return first[np.isfinite(after[first])]

@@ -9,18 +9,22 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
+LARGEST_EXACT_INTEGER = 2.0**53
+ROUNDING = 1e-12
+
 
 def makespan_lower_bound(cost: ArrayLike, parts: int, equal_count: bool = True) -> float:
     """Return a cost that the costliest part has at least, however the rows are dealt.
 
     The largest of: the mean over parts; what rows must share a part by the pigeonhole principle (alone, the largest
-    row with the m - 1 smallest; two, the parts-th and the next largest; and so on); with equal counts also the mean of
-    the i parts that hold the i largest rows, which is exact where a few rows dwarf the others.
+    row with the m - 1 cheapest; two, the parts-th and the next largest with the m - 2 cheapest; and so on); with equal
+    counts also the mean of the i parts that hold the i largest rows, which is what counts where several rows dwarf the
+    others. Of costs that are integers it is rounded up to a multiple of their greatest common divisor.
 
     Args:
         cost: (n,) cost of each row, finite and not negative, in any unit.
         parts: number of parts.
-        equal_count: whether counts of rows differ by at most 1 between parts.
+        equal_count: whether counts of rows differ by at most 1 between parts; free counts have weaker bounds.
 
     Returns:
         The bound, in the unit of `cost`.
@@ -29,8 +33,7 @@ def makespan_lower_bound(cost: ArrayLike, parts: int, equal_count: bool = True) 
         ValueError: as for `balance`.
     """
     values = -np.sort(-check_cost(cost, parts))
-    scale = float(values[0])
-    return scale * scaled_lower_bound(values / scale, parts, equal_count) if scale else 0.0
+    return float(values[0]) * relative_lower_bound(values, parts, equal_count)
 
 
 def check_cost(cost: ArrayLike, parts: int) -> Array:
@@ -46,15 +49,19 @@ def check_cost(cost: ArrayLike, parts: int) -> Array:
     return values
 
 
-def scaled_lower_bound(values: Array, parts: int, equal_count: bool) -> float:
-    """Return the bound for costs in descending order."""
+def relative_lower_bound(descending: Array, parts: int, equal_count: bool) -> float:
+    """Return the bound over the largest cost, for costs in descending order."""
+    scale = float(descending[0])
+    if scale == 0:
+        return 0.0
+    values = descending / scale
     least = values.size // parts if equal_count else 0
     cheapest = np.concatenate([[0.0], np.cumsum(values[::-1])])
-    mean = float(cheapest[-1]) / parts
-    bounds = [mean, _shared(values, parts, least, cheapest)]
+    bound = max(float(cheapest[-1]) / parts, _shared(values, parts, least, cheapest))
     if least:
-        bounds.append(_apart(values, parts, least, cheapest))
-    return max(bounds)
+        bound = max(bound, _apart(values, parts, least, cheapest))
+    step = _common_divisor(descending) / scale
+    return float(np.ceil(bound / step * (1 - ROUNDING))) * step if step else bound
 
 
 def _shared(values: Array, parts: int, least: int, cheapest: Array) -> float:
@@ -71,3 +78,10 @@ def _apart(values: Array, parts: int, least: int, cheapest: Array) -> float:
     mean = (np.cumsum(values[:parts]) + cheapest[i * (least - 1)]) / i
     two = values[: parts - 1] + values[1:parts] + cheapest[max(least - 2, 0)]
     return float(np.minimum(mean, np.concatenate([[np.inf], two])).max())
+
+
+def _common_divisor(values: Array) -> float:
+    """Return the greatest common divisor of integers, 0 where some cost is none or too large to be told from one."""
+    if values[0] > LARGEST_EXACT_INTEGER or (values != np.floor(values)).any():
+        return 0.0
+    return float(np.gcd.reduce(values.astype(np.int64)))
