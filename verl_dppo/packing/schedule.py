@@ -17,7 +17,7 @@ Cost = Callable[[Index], Array]
 PADDING = -1
 """Stands for a padding row where others are given by their position."""
 
-_NO_CAP = int(np.iinfo(np.int64).max)
+_NO_CAP = 1 << 40
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,8 @@ class DPPOTrainer(PPOTrainerSync):
     def _arrange_whole(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Order a batch that is not pruned; its mini-batches are those that verl would cut."""
         rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        return self._arrange(batch, metrics, max(len(batch) // rows, 1))
+        # In steps without an update (trainer.critic_warmup) verl does not fill the last mini-batch up.
+        return self._arrange(batch, metrics, 1 if len(batch) % rows else len(batch) // rows)
 
     def _arrange(self, batch: KVBatchMeta, metrics: dict, mini_batches: int) -> KVBatchMeta:
         """Order the rows of a batch for ranks and micro-batches, whose mini-batches stand where verl cuts them."""
@@ -446,7 +447,7 @@ class DPPOTrainer(PPOTrainerSync):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         rows = None
         if self._step is not None:
-            rows = self._step.plan.rows_per_mini_batch
+            rows = len(batch) // len(self._step.plan.rows)
             every = self.dppo.completion.probe_every if self.dppo.prunes_completions else None
             if every and self.global_steps % every == 0:
                 with marked_timer("dppo_probe", self.timing_raw):
