@@ -44,7 +44,7 @@ TINY = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
+    "v_head_dim": 18,
     "sliding_window": 8,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
@@ -197,6 +197,17 @@ def test_a_token_costs_two_flops_for_each_published_active_parameter(fields, bil
     assert SequenceCost.from_config(fields).per_token == pytest.approx(2 * active, rel=0.015)
 
 
+def test_experts_in_every_other_layer_only_leave_the_rest_dense():
+    dense, experts = (
+        SequenceCost.from_config(DEEPSEEK_V3 | {"num_hidden_layers": 1, "first_k_dense_replace": first}).per_token
+        for first in (1, 0)
+    )
+    alternating = DEEPSEEK_V3 | {"moe_layer_freq": 2, "num_hidden_layers": 5, "first_k_dense_replace": 1}
+    head = 2 * 129280 * 7168
+    expected = head + 3 * (dense - head) + 2 * (experts - head)
+    assert SequenceCost.from_config(alternating).per_token == pytest.approx(expected, rel=1e-12)
+
+
 def test_attention_of_long_sequences_weighs_what_head_sizes_say():
     assert SequenceCost.from_config(QWEN3_4B).attention == ((4.0 * 32 * 128 * 36, None),)
     assert SequenceCost.from_config(DEEPSEEK_V3).attention == ((2.0 * 128 * (128 + 64 + 128) * 61, None),)
@@ -233,7 +244,7 @@ def test_a_multi_modal_config_of_the_flat_form_is_read_as_well():
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "cohere2", "mistral", "qwen3", "qwen3_moe"])
 def test_a_config_that_leaves_the_kind_of_its_layers_to_the_model_is_read_as_the_model_does(kind):
-    config = tiny_config(kind, {"num_hidden_layers": 13})
+    config = tiny_config(kind, {"num_hidden_layers": 36})
     older = {name: value for name, value in config.to_dict().items() if name not in ("layer_types", "sliding_window")}
     older["sliding_window"] = 8
     assert SequenceCost.from_config(older) == SequenceCost.from_config(config)
