@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Test files are dealt to so many processes, whole, since the tests of a file share runs of verl. 0 runs them one by one.
+WORKERS ?= 2
 
 .PHONY: demo demo-seeds test test-long lint setup clean
 
@@ -21,7 +23,7 @@ demo-seeds: setup
 	$(RUN) -m verl_dppo.cli demo --seeds 0 1 2 --out runs/demo-seeds
 
 test: setup
-	$(RUN) -m pytest -m 'not long'
+	$(RUN) -m pytest -m 'not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup
 	$(RUN) -m pytest -m long
