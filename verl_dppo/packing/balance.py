@@ -17,7 +17,8 @@ __all__ = ["balance", "makespan_lower_bound"]
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-CLOSE_ENOUGH = 1e-5
+CLOSE_ENOUGH = 2e-5
+"""A makespan this much above the bound is not worth another exchange."""
 
 
 def balance(cost: ArrayLike, parts: int, equal_count: bool = True) -> list[Index]:

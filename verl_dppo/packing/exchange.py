@@ -4,6 +4,7 @@ Parts are the lines of a matrix of row numbers in ascending order, filled up wit
 nothing, so that giving a row for it is a move. Many pairs are treated in one pass of numpy.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from math import comb
@@ -15,19 +16,38 @@ Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 ROUNDING = 1e-12
-MOST_SUBSETS = 2048
-MOST_SUMS = 32768
-"""Sums looked at in one pass, over all pairs: it takes some milliseconds."""
+MOST_SUBSETS = 1024
 
 
 @cache
 def subset_columns(width: int, size: int) -> Index:
-    """Return (subsets, size) column numbers: all subsets, or where these are too many those of evenly spaced columns."""
+    """Return (subsets, size) column numbers: all, or if too many those of evenly spaced columns."""
     count = width
     while size > 1 and comb(count, size) > MOST_SUBSETS:
         count -= 1
     columns = np.linspace(width - 1, 0, count).round().astype(np.int64)
     return np.array(list(combinations(columns.tolist(), size)), dtype=np.int64).reshape(-1, size)
+
+
+@dataclass(frozen=True)
+class Move:
+    """What to exchange between pairs of parts.
+
+    Attributes:
+        high: (pairs,) the fuller parts.
+        low: (pairs,) the emptier ones, each once.
+        size: rows that each gives.
+        wanted: (pairs,) cost to move from the fuller to the emptier one, not negative.
+        least: (pairs,) what is moved must be more than this.
+        most: (pairs,) what is moved must be less than this.
+    """
+
+    high: Index
+    low: Index
+    size: int
+    wanted: Array
+    least: Array
+    most: Array
 
 
 class Parts:
@@ -48,28 +68,18 @@ class Parts:
         """Return (parts,) the cost of each part."""
         return self.cells.sum(axis=1)
 
-    def exchange(self, high: Index, low: Index, size: int, share: float = 0.5) -> bool:
-        """Exchange in each pair the subsets that move the share of the gap closest to the wanted one.
+    def exchange(self, move: Move) -> bool:
+        """Make in each pair the exchange that moves the cost closest to the wanted one, where it is in the limits.
 
-        No part of a pair comes out as full as its fuller one was. Of pairs with the same fuller part the one that
-        comes out best is taken.
-
-        Args:
-            high: (pairs,) the fuller parts.
-            low: (pairs,) the emptier ones, each once.
-            size: rows that each gives.
-            share: 0.5 makes the pair as even as can be.
-
-        Returns:
-            Whether any rows were exchanged.
+        Of pairs with the same fuller part the one that comes out best is taken. Returns whether any was made.
         """
-        subsets = subset_columns(self.rows.shape[1], size)
+        high, low, wanted = move.high, move.low, move.wanted[:, None]
+        subsets = subset_columns(self.rows.shape[1], move.size)
         load, line = self.load(), np.arange(high.size)
-        gap = (load[high] - load[low])[:, None]
         give, take = self._sums(high, low, subsets)
-        moved, given, taken = _nearest(give, take, share * gap, float(size))
-        miss = np.abs(moved - share * gap)
-        miss[(moved <= ROUNDING) | (moved >= gap - ROUNDING)] = np.inf
+        moved, given, taken = _nearest(give, take, wanted, float(move.size))
+        miss = np.abs(moved - wanted)
+        miss[(moved <= move.least[:, None] + ROUNDING) | (moved >= move.most[:, None] - ROUNDING)] = np.inf
         best = miss.argmin(axis=1)
         moved = moved[line, best]
         after = np.where(np.isfinite(miss[line, best]), np.maximum(load[high] - moved, load[low] + moved), np.inf)

@@ -1,7 +1,7 @@
 """How close to even a partition can be at best: lower bounds of the makespan, the cost of the costliest part.
 
-Each bound holds on its own, so that the largest of them does. With equal counts a part has at least m = floor(n / parts)
-rows, and whatever rows are known to share a part have the cheapest rows for company at best.
+Each bound holds on its own, so that the largest of them does. With equal counts a part has at least
+m = floor(n / parts) rows, and whatever rows are known to share a part have the cheapest rows for company at best.
 """
 
 import numpy as np
