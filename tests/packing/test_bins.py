@@ -300,7 +300,7 @@ def test_names_must_be_as_many_as_rows():
 
 @pytest.mark.parametrize(("kind", "integer"), product([np.int32, np.uint8, np.float64, np.int64], [int, np.uint8]))
 def test_any_kind_of_number_gives_the_same_bins(kind, integer):
-    length = np.random.default_rng(3).integers(1, 100, 50)
+    length = np.random.default_rng(3).integers(1, 100, 300)
     expected = [rows.tolist() for rows in pack(length, 200, 7)]
     assert [rows.tolist() for rows in pack(length.astype(kind), integer(200), integer(7))] == expected
 

@@ -19,7 +19,7 @@ PAIRS = 4
 
 def _sorted(length: Index) -> tuple[list[int], list[int]]:
     """Return the sizes in rising order, and the row of each: among equals the oldest stands last."""
-    rows = np.lexsort((-np.arange(length.size), length))
+    rows = length.size - 1 - np.argsort(length[::-1], kind="stable")
     return length[rows].tolist(), rows.tolist()
 
 
