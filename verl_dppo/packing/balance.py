@@ -1,7 +1,7 @@
 """Deal rows to parts so that the costliest part costs as little as possible: makespan, at equal or free counts.
 
 Rows are dealt longest processing time first, then exchanged between fuller and emptier parts until the makespan is
-near a lower bound or no exchange lowers it.
+near a lower bound, or a fixed amount of work is done.
 """
 
 import heapq
@@ -24,7 +24,8 @@ CLOSE_ENOUGH = 2e-5
 def balance(cost: ArrayLike, parts: int, equal_count: bool = True) -> list[Index]:
     """Partition rows into parts of alike cost.
 
-    The same costs give the same parts, and costs in another unit or order the same makespan, up to rounding.
+    The same costs give the same parts. In another order they give the same makespan, and in another unit too, up to
+    rounding: where costs are equal but for rounding, other rows may be exchanged.
 
     Args:
         cost: (n,) cost of each row, finite and not negative, in any unit.
@@ -54,11 +55,9 @@ def _longest_first(values: list[float], parts: int, equal_count: bool) -> list[l
     dealt: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, 0, part) for part in range(parts)]
     for row, value in enumerate(values):
-        while True:
-            load, count, part = heap[0]
-            if count < least or longer:
-                break
+        while heap[0][1] == least and not longer:
             heapq.heappop(heap)
+        load, count, part = heap[0]
         dealt[part].append(row)
         if count < least:
             heapq.heapreplace(heap, (load + value, count + 1, part))

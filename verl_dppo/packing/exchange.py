@@ -5,7 +5,7 @@ nothing, so that giving a row for it is a move. Many pairs are treated in one pa
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 from math import comb
 
@@ -19,14 +19,18 @@ ROUNDING = 1e-12
 MOST_SUBSETS = 1024
 
 
-@cache
+@lru_cache(maxsize=64)
 def subset_columns(width: int, size: int) -> Index:
     """Return (subsets, size) column numbers: all, or if too many those of evenly spaced columns."""
-    count = width
-    while size > 1 and comb(count, size) > MOST_SUBSETS:
-        count -= 1
+    count = width if size == 1 else min(width, _most_columns(size))
     columns = np.linspace(width - 1, 0, count).round().astype(np.int64)
     return np.array(list(combinations(columns.tolist(), size)), dtype=np.int64).reshape(-1, size)
+
+
+@cache
+def _most_columns(size: int) -> int:
+    """Return how many columns have no more than MOST_SUBSETS subsets of that size."""
+    return next(count for count in range(size, MOST_SUBSETS + size) if comb(count + 1, size) > MOST_SUBSETS)
 
 
 @dataclass(frozen=True)
