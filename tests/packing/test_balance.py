@@ -102,6 +102,14 @@ def test_a_row_that_dwarfs_the_others_gets_the_cheapest_for_company():
     assert [31] in [rows.tolist() for rows in balance(cost, 4, equal_count=False)]
 
 
+def test_where_company_for_a_giant_is_too_costly_or_far_too_cheap_the_others_share_what_it_gives():
+    sizes = [97, 196, 297, 400, 505, 612, 721, 832, 945, 1060, 1177, 1296, 1417, 1921, 2457, 3937]
+    cost = np.repeat(np.array(sizes, dtype=float), [33, 64, 48, 31, 23, 17, 8, 12, 4, 5, 4, 2, 2, 1, 1, 1])
+    dealt = balance(cost, 16)
+    assert makespan(cost, dealt) <= makespan_lower_bound(cost, 16) * 1.002
+    assert cost[next(rows for rows in dealt if 255 in rows)].sum() < cost.sum() / 16
+
+
 # ---- close to the optimum -------------------------------------------------------------------------------------------
 
 
@@ -196,6 +204,13 @@ def test_every_row_is_in_one_part_and_counts_are_equal_within_one_where_asked(co
     assert np.sort(np.concatenate(dealt)).tolist() == list(range(len(cost)))
     counts = [rows.size for rows in dealt]
     assert not equal_count or max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("shape", ["two modes", "many ties", "Pareto 1.5"])
+def test_counts_stay_equal_where_rows_are_exchanged_by_twos_and_more(shape):
+    for seed in range(6):
+        cost = costs(shape, 83, seed)
+        assert {rows.size for rows in balance(cost, 11)} == {7, 8}
 
 
 @pytest.mark.parametrize(("n", "parts"), [(3, 8), (8, 8), (50, 1)])

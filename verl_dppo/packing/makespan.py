@@ -73,11 +73,13 @@ def _shared(values: Array, parts: int, least: int, cheapest: Array) -> float:
 
 
 def _apart(values: Array, parts: int, least: int, cheapest: Array) -> float:
-    """The i largest rows lie in i parts, with the cheapest for company, unless two of them share one."""
+    """The i largest rows lie in i parts, with the cheapest for company, and so cost their mean at least.
+
+    Fewer parts can hold them and cost less only where the rows that fill up the others cost more than that; then the
+    mean over all parts is the larger bound.
+    """
     i = np.arange(1, parts + 1)
-    mean = (np.cumsum(values[:parts]) + cheapest[i * (least - 1)]) / i
-    two = values[: parts - 1] + values[1:parts] + cheapest[max(least - 2, 0)]
-    return float(np.minimum(mean, np.concatenate([[np.inf], two])).max())
+    return float(((np.cumsum(values[:parts]) + cheapest[i * (least - 1)]) / i).max())
 
 
 def _common_divisor(values: Array) -> float:
