@@ -12,6 +12,8 @@ TEST_PLANS=FILE     one JSON line for each plan of the trainer: what it was made
 TEST_PROMPTS=FILE   one JSON line for each step of the prompt level: what it drew, and what history knew afterwards
 TEST_PHASES=FILE    one JSON line when the trainer enters a phase of a step
 TEST_SLOW_SAVE=SEC  each part of a save of a run with TEST_PHASES starts so much later
+TEST_BATCHES=FILE   one JSON line for each mini-batch of a rank, or pass for log-probs: micro-batches, and seconds
+TEST_ORDERS=FILE    one JSON line for each order of a step: rows before and after it, and the plan of each pass
 TEST_GRADIENTS=DIR  statistics of the gradient of each optimiser step, see `GradientLog`
 """
 
@@ -253,6 +255,74 @@ def log_phases(trainer):
     entering(cls, "_compute_metrics", "report")
 
 
+def fingerprints(input_ids):
+    """Return a hash and the length of each row."""
+    rows = [row.tolist() for row in input_ids.unbind()]
+    return [(hashlib.blake2b(json.dumps(row).encode(), digest_size=8).hexdigest(), len(row)) for row in rows]
+
+
+def append_line(name, line):
+    # In one call, so that the lines of two ranks do not mix.
+    with open(os.environ[name], "ab", buffering=0) as file:
+        file.write((json.dumps(line) + "\n").encode())
+
+
+def log_batches(engine_workers):
+    import torch
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as Engine
+
+    worker, forward_step, micro_batches = engine_workers.TrainingWorker, Engine.forward_step, []
+
+    def forward(self, micro_batch, *args, **kwargs):
+        micro_batches.append(fingerprints(micro_batch["input_ids"]))
+        return forward_step(self, micro_batch, *args, **kwargs)
+
+    def logged(name):
+        of_verl = getattr(worker, name)
+
+        @functools.wraps(of_verl)
+        def run(self, *args, **kwargs):
+            micro_batches.clear()
+            busy, wall = time.process_time(), time.perf_counter()
+            output = of_verl(self, *args, **kwargs)
+            line = {
+                "rank": torch.distributed.get_rank(),
+                "pass": "update" if name == "train_batch" else "log_prob",
+                "micro_batches": micro_batches,
+                "busy": time.process_time() - busy,
+                "wall": time.perf_counter() - wall,
+            }
+            append_line("TEST_BATCHES", line)
+            return output
+
+        setattr(worker, name, run)
+
+    Engine.forward_step = forward
+    logged("train_batch")
+    logged("infer_batch")
+
+
+def log_orders(step_order):
+    import transfer_queue as tq
+
+    arrange = step_order.StepOrder.arrange
+
+    def read(batch, columns):
+        return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids", *columns])
+
+    def logged(self, batch, mini_batch, ranks, *args):
+        before = fingerprints(read(batch, [])["input_ids"])
+        batch, figures = arrange(self, batch, mini_batch, ranks, *args)
+        columns = {name: step_order.COLUMNS[name] for name in self.passes}
+        data = read(batch, columns.values())
+        plans = {name: data[column].tolist() for name, column in columns.items()}
+        after = fingerprints(data["input_ids"])
+        append_line("TEST_ORDERS", {"ranks": ranks, "before": before, "after": after, "plans": plans})
+        return batch, figures
+
+    step_order.StepOrder.arrange = logged
+
+
 class GradientLog:
     """What is kept of the gradients of an engine, in a folder, before they are clipped.
 
@@ -354,5 +424,9 @@ if "TEST_PROMPTS" in os.environ:
     when_imported("verl_dppo.training.prompt_level", log_prompts)
 if "TEST_PHASES" in os.environ:
     when_imported("verl_dppo.training.trainer", log_phases)
+if "TEST_BATCHES" in os.environ:
+    when_imported("verl.workers.engine_workers", log_batches)
+if "TEST_ORDERS" in os.environ:
+    when_imported("verl_dppo.training.step_order", log_orders)
 if "TEST_GRADIENTS" in os.environ:
     when_imported("verl.workers.engine.fsdp.transformer_impl", log_gradients)
