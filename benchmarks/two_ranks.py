@@ -1,6 +1,6 @@
 """What balancing and packing save of a real update on two data-parallel ranks, without any pruning.
 
-    python benchmarks/two_ranks.py [--repeats 3] [--steps 4] [--out runs/two-ranks] [overrides ...]
+    python benchmarks/two_ranks.py [--repeats 3] [--steps 3] [--out runs/two-ranks] [overrides ...]
 
 Stock GRPO and `algorithm=dppo algorithm.dppo.completion.enable=false algorithm.dppo.prompt.enable=false` train in turn,
 through verl's own entry point, on the same rollouts: random tokens of long-tailed lengths, read from a file. The model
@@ -38,8 +38,8 @@ PROMPTS, COMPLETIONS, PROMPTS_OF_MINI_BATCH = 24, 4, 3
 MINI_BATCHES = PROMPTS // PROMPTS_OF_MINI_BATCH
 RANKS = 2
 # Response tokens: log-normal, completions of a prompt alike, cut off at the cap.
-MEDIAN, DEVIATION, SHARED, CAP = 90, 1.5, 0.6, 1400
-MICRO_BATCH_TOKENS = 1472
+MEDIAN, DEVIATION, SHARED, CAP = 60, 1.5, 0.6, 900
+MICRO_BATCH_TOKENS = 960
 FIRST_TOKEN, VOCABULARY, EOS = 3, 260, 2
 MODEL = {
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -64,6 +64,7 @@ class Run:
         micro_step: predicted imbalance where ranks wait for each other at every micro-batch.
         makespan: predicted cost of the slowest rank, summed over micro-steps, of a step.
         busy: measured imbalance of mini-batches.
+        slowest: processor seconds of the slowest rank, summed over mini-batches, of a step.
         processor: processor seconds of all ranks in updates, of a step.
         waited: mean share of its update in which a rank did not work.
         reported: `dppo/balance/measured` and `dppo/balance/waited`, where the run has them.
@@ -78,6 +79,7 @@ class Run:
     micro_step: float
     makespan: float
     busy: float
+    slowest: float
     processor: float
     waited: float
     reported: tuple[float, float] | None
@@ -119,10 +121,11 @@ def write_inputs(folder: Path, steps: int, seed: int) -> dict[str, Path]:
         })  # fmt: skip
         for sample, length in enumerate(of_prompt):
             tokens = [*rng.integers(FIRST_TOKEN, VOCABULARY, length - 1).tolist(), EOS]
-            step = index // PROMPTS + 1
+            version = index // PROMPTS
             lines.append({
-                "key": (step, prompt_id(messages, "lengths", index), sample), "token_ids": tokens,
-                "log_probs": [-np.log(VOCABULARY)] * int(length), "extra_fields": {"global_steps": step - 1},
+                "key": (version + 1, prompt_id(messages, "lengths", index), sample), "token_ids": tokens,
+                "log_probs": [-np.log(VOCABULARY)] * int(length),
+                "extra_fields": {"min_global_steps": version, "max_global_steps": version},
             })  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), files["train.parquet"])
     files["rollouts.jsonl"].write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -214,7 +217,8 @@ def bound(updates: Sequence[dict], cost: SequenceCost) -> float:
     of_ranks = [[line for line in updates if line["rank"] == rank][MINI_BATCHES:] for rank in range(RANKS)]
     rows = [cost([length for line in lines for one in line["micro_batches"] for _, length in one])
             for lines in zip(*of_ranks, strict=True)]  # fmt: skip
-    return sum(makespan_lower_bound(costs, RANKS) for costs in rows) / sum(costs.sum() / RANKS for costs in rows)
+    least = sum(makespan_lower_bound(costs, RANKS) for costs in rows)
+    return float(least / sum(costs.sum() / RANKS for costs in rows))
 
 
 def fit(busy: Array, cost: Array) -> tuple[float, float]:
@@ -241,6 +245,7 @@ def summary(logged: Sequence[dict], updates: Sequence[dict], cost: SequenceCost)
         micro_step=imbalance(predicted),
         makespan=float(predicted.max(axis=0).sum()) / len(timed),
         busy=imbalance(busy),
+        slowest=float(busy.max(axis=0).sum()) / len(timed),
         processor=float(busy.sum()) / len(timed),
         waited=float(1 - busy.sum() / wall.sum()),
         reported=(mean(names[0]), mean(names[1])) if names[0] in timed[0] else None,
@@ -274,6 +279,7 @@ def table(stock: Sequence[Run], balanced: Sequence[Run]) -> str:
         line("share of the update that a rank waited", lambda run: run.waited, ".3f"),
         line("micro-batches of a rank, per step", lambda run: run.micro_batches, ".1f", "ratio"),
         line("predicted update: makespan over micro-steps, GFLOP", lambda run: run.makespan / 1e9, ".0f", "ratio"),
+        line("processor seconds of the slowest rank of each mini-batch", lambda run: run.slowest, ".2f", "ratio"),
         line("processor seconds of all ranks in updates, per step", lambda run: run.processor, ".2f", "ratio"),
         line("seconds of old log-probs", lambda run: run.old_log_prob, ".2f", "ratio"),
         line("seconds of the update", lambda run: run.update, ".2f", "ratio"),
@@ -301,8 +307,8 @@ def main() -> None:
     """Run both in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=3, help="of lengths, tokens and weights")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=8, help="of lengths, tokens and weights")
     parser.add_argument("--out", type=Path, default=Path("runs/two-ranks"))
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for both")
     arguments = parser.parse_args()
