@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import verl_dppo.config
-from verl_dppo.settings import DPPOSettings, RefusedSettingError
+from verl_dppo.settings import BalanceSettings, DPPOSettings, PackingSettings, RefusedSettingError
 
 
 def completion(**values):
@@ -13,6 +13,14 @@ def completion(**values):
 
 def prompt(**values):
     return DPPOSettings.from_mapping({"prompt": values})
+
+
+def packing(**values):
+    return DPPOSettings.from_mapping({"packing": values})
+
+
+def balance(**values):
+    return DPPOSettings.from_mapping({"balance": values})
 
 
 def test_dppo_yaml_holds_every_setting_with_its_default_and_a_comment():
@@ -91,7 +99,7 @@ def test_a_bad_prompt_setting_is_refused_with_its_name_value_and_way_out(values,
 
 
 def test_a_group_of_settings_that_is_none_is_refused():
-    for name in ("completion", "prompt"):
+    for name in ("completion", "prompt", "packing", "balance"):
         with pytest.raises(RefusedSettingError, match=rf"algorithm\.dppo\.{name}=0\.5 is refused: it is not a group"):
             DPPOSettings.from_mapping({name: 0.5})
 
@@ -102,10 +110,63 @@ def test_the_ends_of_every_range_of_a_prompt_setting_are_let_through():
     assert prompt(keep=0.2, floor=0.2, warmup_visits=3, id_column="extra_info.index").prompt.warmup_visits == 3
 
 
-@pytest.mark.parametrize("name", ["packing", "balance", "preset"])
-def test_what_is_not_built_is_refused(name):
-    with pytest.raises(RefusedSettingError, match=rf"algorithm\.dppo\.{name}=.*not built yet"):
-        DPPOSettings.from_mapping({name: {"enable": True}})
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enable": "false"}, r"packing\.enable='false' is refused: it is neither true nor false.*give one of the two"),
+        ({"enable": 1}, r"packing\.enable=1 is refused"),
+        ({"enable": None}, r"packing\.enable=None is refused"),
+        ({"window": 0}, r"packing\.window=0 is refused: nothing would fit.*an integer >= 1, or null"),
+        ({"window": -8}, r"packing\.window=-8 is refused"),
+        ({"window": 8.0}, r"packing\.window=8\.0 is refused: it is not an integer"),
+        ({"window": float("nan")}, r"packing\.window=nan is refused: it is not an integer"),
+        ({"window": True}, r"packing\.window=True is refused: it is not an integer"),
+        ({"window": "all"}, r"packing\.window='all' is refused: it is not an integer"),
+        ({"micro_batch_tokens": 0}, r"packing\.micro_batch_tokens=0 is refused: nothing would fit.*or null"),
+        ({"micro_batch_tokens": -1}, r"packing\.micro_batch_tokens=-1 is refused"),
+        ({"micro_batch_tokens": 1e4}, r"packing\.micro_batch_tokens=10000\.0 is refused: it is not an integer"),
+        ({"micro_batch_tokens": False}, r"packing\.micro_batch_tokens=False is refused: it is not an integer"),
+        ({"micro_batch_tokens": [8192]}, r"packing\.micro_batch_tokens=\[8192\] is refused: it is not an integer"),
+        (
+            {"capacity": 8192},
+            r"packing\.capacity=8192 is refused: no such setting.*are enable, micro_batch_tokens, window",
+        ),
+    ],
+)
+def test_a_bad_packing_setting_is_refused_with_its_name_value_and_way_out(values, message):
+    with pytest.raises(RefusedSettingError, match=r"^algorithm\.dppo\." + message) as refusal:
+        packing(**values)
+    assert "Way out:" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enable": "true"}, r"balance\.enable='true' is refused: it is neither true nor false.*give one of the two"),
+        ({"enable": 0}, r"balance\.enable=0 is refused"),
+        ({"cost": "seconds"}, r"balance\.cost=seconds is refused: no such choice.*use one of flops, tokens"),
+        ({"cost": None}, r"balance\.cost=None is refused: no such choice"),
+        ({"cost": 2}, r"balance\.cost=2 is refused: no such choice"),
+        ({"equal_count": True}, r"balance\.equal_count=True is refused: no such setting.*are cost, enable"),
+    ],
+)
+def test_a_bad_balance_setting_is_refused_with_its_name_value_and_way_out(values, message):
+    with pytest.raises(RefusedSettingError, match=r"^algorithm\.dppo\." + message) as refusal:
+        balance(**values)
+    assert "Way out:" in str(refusal.value)
+
+
+def test_the_ends_of_every_range_of_packing_and_balance_are_let_through():
+    assert packing(window=1, micro_batch_tokens=1).packing == PackingSettings(window=1, micro_batch_tokens=1)
+    assert packing(enable=False, window=None, micro_batch_tokens=None).packing == PackingSettings(enable=False)
+    assert balance(enable=False, cost="tokens").balance == BalanceSettings(enable=False, cost="tokens")
+
+
+def test_what_is_not_built_is_refused():
+    with pytest.raises(
+        RefusedSettingError, match=r"algorithm\.dppo\.preset=paper is refused: not built yet.*rule=thre"
+    ):
+        DPPOSettings.from_mapping({"preset": "paper"})
 
 
 def test_a_bad_seed_is_refused():
@@ -145,3 +206,16 @@ def test_each_level_has_its_switch_and_both_have_one():
     assert prunes(prompt=off) == (True, False, True)
     assert prunes(completion=off, prompt=off) == (False, False, False)
     assert prunes(enable=False) == (False, False, False)
+
+
+def test_rows_are_ordered_unless_both_packing_and_balance_are_off_or_all_is():
+    def orders(**values):
+        return DPPOSettings.from_mapping(values).orders
+
+    off = {"enable": False}
+    assert orders()
+    assert orders(packing=off)
+    assert orders(balance=off)
+    assert orders(completion=off, prompt=off), "any GRPO run can have it"
+    assert not orders(packing=off, balance=off)
+    assert not orders(enable=False)
