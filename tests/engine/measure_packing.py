@@ -133,11 +133,12 @@ def swapped(ranks: int) -> Order:
 def measure(step: Step, packs: bool) -> dict[str, Any]:
     """Return gradients of all losses and orders, the micro-batches executed and planned, and log-probs by row."""
     order, found = planned(step.ranks), {"rank": step.rank, "ranks": step.ranks, "gradients": {}, "executed": {}}
+    padded = {"use_remove_padding": False}
     ways = {
-        VERL: (plain(step.ranks), {}),
-        EACH: (plain(step.ranks), {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}),
-        PLANNED: (order, {}),
-        SWAPPED: (swapped(step.ranks), {}),
+        VERL: (plain(step.ranks), padded),
+        EACH: (plain(step.ranks), padded | {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}),
+        PLANNED: (order, padded),
+        SWAPPED: (swapped(step.ranks), padded),
     }
     if packs:
         ways[PACKED] = (order, {"use_remove_padding": True})
@@ -145,14 +146,12 @@ def measure(step: Step, packs: bool) -> dict[str, Any]:
         for way, (arranged, changes) in ways.items():
             if way == SWAPPED and name != next(iter(LOSSES)):
                 continue
-            changes = {"use_remove_padding": False, **changes}
             found["gradients"][name, way] = step.gradient(arranged, loss, case, **changes)
             found["executed"][name, way] = list(step.executed)
     found["seconds"] = list(step.worker.seconds)
     found["log_probs"] = {}
     for way in (EACH, PLANNED, PACKED)[: 2 + packs]:
         arranged, changes = ways[way]
-        changes = {"use_remove_padding": False, **changes}
         found["log_probs"][way] = step.log_probs(arranged, **changes)
         found["executed"]["log-probs", way] = list(step.executed)
     return found

@@ -5,6 +5,7 @@ import inspect
 import multiprocessing
 import queue
 import textwrap
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 
@@ -257,14 +258,27 @@ def test_installing_twice_is_installing_once(installed):
     assert installed.verl_original is seqlen_balancing.rearrange_micro_batches
 
 
-def test_a_function_that_someone_else_put_there_is_not_replaced(monkeypatch):
-    def of_another(*args, **kwargs):
-        return None
+def of_another(*args, **kwargs):
+    return None
 
-    monkeypatch.setattr(engine_utils, "rearrange_micro_batches", of_another)
+
+@wraps(seqlen_balancing.rearrange_micro_batches)
+def around_verls(*args, **kwargs):
+    return seqlen_balancing.rearrange_micro_batches(*args, **kwargs)
+
+
+@pytest.mark.parametrize("replaced", [of_another, around_verls])
+def test_a_function_that_someone_else_put_there_is_not_replaced(monkeypatch, replaced):
+    monkeypatch.setattr(engine_utils, "rearrange_micro_batches", replaced)
     with pytest.raises(RuntimeError, match="another plugin has replaced it"):
         install_planned_micro_batches()
-    monkeypatch.setattr(seqlen_balancing, "rearrange_micro_batches", of_another)
+    assert engine_utils.rearrange_micro_batches is replaced
+
+
+def test_nor_is_one_that_stood_there_before_verls_engines_were_imported(monkeypatch):
+    """It then stands in both modules."""
+    for module in (engine_utils, seqlen_balancing):
+        monkeypatch.setattr(module, "rearrange_micro_batches", of_another)
     with pytest.raises(RuntimeError, match="another plugin has replaced it"):
         install_planned_micro_batches()
     assert engine_utils.rearrange_micro_batches is of_another
