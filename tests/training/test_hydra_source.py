@@ -90,9 +90,9 @@ def test_a_config_of_ones_own_takes_the_choice_with_a_plus(tmp_path):
 
 
 def test_an_unknown_setting_is_refused_by_hydra_itself():
-    result = main_ppo("algorithm=dppo", "algorithm.dppo.packing.window=8", "--cfg", "job")
+    result = main_ppo("algorithm=dppo", "algorithm.dppo.packing.capacity=8", "--cfg", "job")
     assert result.returncode != 0
-    assert "packing" in result.stderr
+    assert "capacity" in result.stderr
 
 
 def test_with_the_cpu_switch_the_config_ends_in_settings_for_a_cpu():

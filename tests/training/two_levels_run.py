@@ -30,6 +30,7 @@ from verl_dppo.training import trainer as trainer_module
 from verl_dppo.training.loss import EXACT_AGG_MODES, dppo_loss
 from verl_dppo.training.prompt_level import FORGETTING, PromptLevel
 from verl_dppo.training.refusals import check_run
+from verl_dppo.training.step_order import StepOrder
 from verl_dppo.training.trainer import DPPOTrainer
 
 assert plugin  # registers the configurations
@@ -89,6 +90,11 @@ def configuration(cell: Cell):
         f"{completion}.enable={cell.completions is not None}",
         f"{completion}.keep={cell.completions or 0.5}",
         f"{completion}.probe_every=null",
+        # A completion has 9 tokens at most, see below.
+        "algorithm.dppo.packing.micro_batch_tokens=12",
+        "algorithm.dppo.balance.cost=tokens",
+        "data.max_prompt_length=3",
+        "data.max_response_length=6",
     ]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=overrides)
@@ -275,6 +281,7 @@ class Run:
         trainer.total_training_steps, trainer.local_trigger_step = 0, 0
         trainer._submitted, trainer._step, trainer._weighted = {}, None, False
         trainer._budget, trainer._norms = KeepController(), NormRecord()
+        trainer._order = StepOrder(trainer.dppo, self.config)
         trainer.trainer_mode, trainer.timing_raw, trainer.train_dataloader_it = "sync", {}, None
         trainer.tokenizer = SimpleNamespace(eos_token_id=0)
         trainer.actor_rollout_wg = self.worker
