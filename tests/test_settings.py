@@ -144,7 +144,7 @@ def test_a_bad_packing_setting_is_refused_with_its_name_value_and_way_out(values
     [
         ({"enable": "true"}, r"balance\.enable='true' is refused: it is neither true nor false.*give one of the two"),
         ({"enable": 0}, r"balance\.enable=0 is refused"),
-        ({"cost": "seconds"}, r"balance\.cost=seconds is refused: no such choice.*use one of flops, tokens"),
+        ({"cost": "seconds"}, r"balance\.cost=seconds is refused: no such choice.*use one of auto, flops, tokens"),
         ({"cost": None}, r"balance\.cost=None is refused: no such choice"),
         ({"cost": 2}, r"balance\.cost=2 is refused: no such choice"),
         ({"equal_count": True}, r"balance\.equal_count=True is refused: no such setting.*are cost, enable"),

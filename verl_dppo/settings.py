@@ -10,8 +10,8 @@ from verl_dppo.pruning.prompts import PROMPT_RULES, SCHEDULES
 from verl_dppo.pruning.sampling import DESIGNS
 
 RULES = ("neyman", "threshold")
-COSTS = ("flops", "tokens")
 AUTO = "auto"
+COSTS = (AUTO, "flops", "tokens")
 # Named in the design of this plugin but not built: asking for one must not look as if it did something.
 NOT_BUILT = {
     "preset": "set `algorithm.dppo.completion.rule=threshold` for a paper-like completion rule",
@@ -235,8 +235,9 @@ class BalanceSettings:
     enable: bool = True
     """Balance every mini-batch over the ranks. Off, rows stay in the order that verl gives them."""
 
-    cost: str = "flops"
-    """`flops`: what a sequence costs the model, from its configuration. `tokens`: its length."""
+    cost: str = AUTO
+    """`flops`: what a sequence costs the model, from its configuration. `tokens`: its length. `auto`: flops where the
+    configuration tells them, else tokens, with a warning."""
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""

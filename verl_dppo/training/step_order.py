@@ -12,7 +12,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_dppo.packing import PADDING, Schedule, SequenceCost, imbalance, plan_in_order, schedule
-from verl_dppo.settings import DPPOSettings, refuse
+from verl_dppo.settings import AUTO, DPPOSettings, refuse
 from verl_dppo.training.micro_batches import COLUMNS, encode
 from verl_dppo.training.passes import UPDATE, passes
 from verl_dppo.training.transform import PADDING_TOKENS, append_padding, put_columns
@@ -31,7 +31,7 @@ class StepOrder:
             config: verl's composed configuration.
 
         Raises:
-            RefusedSettingError: a model whose FLOPs cannot be told from its configuration.
+            RefusedSettingError: `balance.cost=flops` for a model whose configuration does not tell them.
         """
         self.balance, self.packing = settings.balance, settings.packing
         self.passes = passes(config, settings.packing) if settings.packing.enable else {}
@@ -145,5 +145,8 @@ def _cost(config: DictConfig, kind: str) -> SequenceCost:
     try:
         return SequenceCost.from_config(hf_config)
     except ValueError as error:
+        if kind == AUTO:
+            logger.warning("sequences are balanced by their tokens: %s", error)
+            return SequenceCost.tokens()
         way_out = "set algorithm.dppo.balance.cost=tokens"
         raise refuse("algorithm.dppo.balance.cost", kind, str(error), way_out) from error
