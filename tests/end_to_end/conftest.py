@@ -14,6 +14,7 @@ from verl_dppo.cpu.demo.task import write_parquet
 
 PROMPTS, COMPLETIONS = 8, 8
 DPPO = ("algorithm=dppo",)
+VERLS_ORDER = ("algorithm.dppo.packing.enable=false", "algorithm.dppo.balance.enable=false")
 ONE_ROW_MICRO_BATCHES = (
     "actor_rollout_ref.actor.use_dynamic_bsz=false",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",

@@ -1,7 +1,7 @@
 """Switched off, and with nothing but rows without a gradient dropped, DPPO is stock verl to the last bit."""
 
 import pytest
-from end_to_end.conftest import COMPLETIONS, DPPO, ONE_ROW_MICRO_BATCHES, PROMPTS
+from end_to_end.conftest import COMPLETIONS, DPPO, ONE_ROW_MICRO_BATCHES, PROMPTS, VERLS_ORDER
 
 pytestmark = pytest.mark.end_to_end
 OF_THE_FULL_BATCH = (
@@ -29,7 +29,8 @@ def test_the_stock_run_trains(stock):
     [
         ("algorithm.dppo.enable=false",),
         pytest.param(
-            ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false"), marks=pytest.mark.long
+            ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false", *VERLS_ORDER),
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -41,7 +42,7 @@ def test_off_gives_the_same_gradient_norms_and_parameters_to_the_bit(verl_run, s
 
 def test_annealed_steps_give_the_same_while_prompts_are_remembered(verl_run, stock):
     """The prompt level draws the prompts that verl's loader would, and watches."""
-    run = verl_run(*DPPO, "algorithm.dppo.anneal_fraction=1", *ONE_ROW_MICRO_BATCHES)
+    run = verl_run(*DPPO, *VERLS_ORDER, "algorithm.dppo.anneal_fraction=1", *ONE_ROW_MICRO_BATCHES)
     assert run.updates == stock.updates
     for step, metrics in enumerate(run.metrics, start=1):
         assert all(name.startswith("dppo/prompts/") for name in metrics if name.startswith("dppo/"))
@@ -52,7 +53,7 @@ def test_annealed_steps_give_the_same_while_prompts_are_remembered(verl_run, sto
 @pytest.fixture(scope="module")
 def all_informative(verl_run):
     """keep=1: every row with a gradient has weight 1, the others are dropped."""
-    return verl_run(*DPPO, "algorithm.dppo.completion.keep=1", *ONE_ROW_MICRO_BATCHES)
+    return verl_run(*DPPO, *VERLS_ORDER, "algorithm.dppo.completion.keep=1", *ONE_ROW_MICRO_BATCHES)
 
 
 def test_dropping_rows_without_a_gradient_changes_nothing_to_the_bit(all_informative, stock):
