@@ -95,6 +95,20 @@ def test_four_mini_batches_over_sixteen_ranks_are_within_a_thousandth_of_ideal(s
     assert imbalance(verl_like, verl_like.cost, of_micro_steps=False) > 1.1
 
 
+def test_what_is_left_of_the_imbalance_does_not_add_up_on_one_rank():
+    """A pass over all mini-batches at once would wait for that rank."""
+    excess = []
+    for seed in range(6):
+        length = np.clip(np.random.default_rng(seed).lognormal(4.5, 1.5, 96), 20, 1400).astype(int)
+        plan = schedule(length, 2, np.arange(96) % 8, 1472, COST)
+        whole = np.bincount(plan.rank, plan.cost)
+        mini = np.zeros((2, 8))
+        np.add.at(mini, (plan.rank, plan.mini_batch), plan.cost)
+        excess.append((whole.max() - whole.mean(), (mini.max(0) - mini.mean(0)).sum()))
+    ours, added_up = np.sum(excess, axis=0)
+    assert ours < 0.6 * added_up
+
+
 def test_levelled_micro_batches_wait_less_than_packed_ones():
     length = lengths(512, 4096, seed=5)
     waited = [

@@ -107,7 +107,7 @@ def schedule(
     while True:
         padded = [np.pad(m, (0, per_rank * ranks - m.size), constant_values=PADDING) for m in members]
         tokens = [np.where(m == PADDING, padding_length, length[m]) for m in padded]
-        parts = [balance(price(rows), ranks, equal_count=True) for rows in tokens]
+        parts = _to_lighter_ranks([balance(price(rows), ranks, equal_count=True) for rows in tokens], tokens, price)
         dealt = [[rows[part] for part in of_rank] for rows, of_rank in zip(tokens, parts, strict=True)]
         needed = max(micro_batches_needed(rows, micro_batch_tokens, multiple, window) for rows in dealt)
         if needed <= per_rank:
@@ -121,6 +121,22 @@ def schedule(
             places += [(rank, k, micro, rows[part[chosen]]) for micro, chosen in enumerate(of_micro)]
     places.sort(key=lambda place: place[:3])
     return _schedule(places, length, padding_length, price, micro_batch_tokens)
+
+
+def _to_lighter_ranks(parts: list[list[Index]], tokens: list[Index], price: Cost) -> list[list[Index]]:
+    """Give the costlier parts of each mini-batch to the ranks with less work so far.
+
+    For passes over all mini-batches at once: what is left of the imbalance of each then does not add up on one rank.
+    """
+    work, dealt = np.zeros(len(parts[0])), []
+    for of_rank, rows in zip(parts, tokens, strict=True):
+        cost = np.array([price(rows[part]).sum() for part in of_rank])
+        lightest, costliest = np.argsort(work, kind="stable"), np.argsort(-cost, kind="stable")
+        work[lightest] += cost[costliest]
+        place = np.empty_like(lightest)
+        place[lightest] = costliest
+        dealt.append([of_rank[k] for k in place])
+    return dealt
 
 
 def _schedule(
