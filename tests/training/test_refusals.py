@@ -1,25 +1,30 @@
 """Every refusal, by its message, before any worker starts."""
 
+import copy
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf, open_dict
 
 from verl_dppo import plugin
-from verl_dppo.settings import RefusedSettingError
-from verl_dppo.training.refusals import (
-    RefuseBeforeStart,
-    check_entry_point,
-    check_run,
-    check_verl_version,
+from verl_dppo.settings import PackingSettings, RefusedSettingError
+from verl_dppo.training.passes import (
+    LOG_PROB,
+    REFERENCE_LOG_PROB,
+    UPDATE,
+    Pass,
     data_parallel_ranks,
+    passes,
     rows_multiple,
 )
+from verl_dppo.training.refusals import RefuseBeforeStart, check_entry_point, check_run, check_verl_version
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT, REFERENCE = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "ref"))
 RUN = (
     "algorithm=dppo",
     "actor_rollout_ref.rollout.n=8",
@@ -27,11 +32,29 @@ RUN = (
     f"{ACTOR}.ppo_mini_batch_size=32",
     f"{ACTOR}.use_dynamic_bsz=true",
 )
+NO_PRUNING = ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false")
+NO_ORDER = ("algorithm.dppo.packing.enable=false", "algorithm.dppo.balance.enable=false")
+
+
+@cache
+def composed(*choices):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*RUN, *choices])
 
 
 def config(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+    """Return what Hydra composes, with each choice of files composed once: that takes it ten times as long."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    made = copy.deepcopy(composed(*(one.input_line for one in parsed if "." not in one.key_or_group)))
+    for one in parsed:
+        if "." in one.key_or_group:
+            OmegaConf.update(made, one.key_or_group, one.value(), force_add=one.is_add())
+    return made
+
+
+def test_a_configuration_of_these_tests_is_what_hydra_composes():
+    overrides = ("model_engine=megatron", f"{ACTOR}.shuffle=true", "data.gen_batch_size=null", "+trainer.v1.new.one=2")
+    assert config(*overrides) == composed(*overrides)
 
 
 def test_a_plain_run_is_let_through():
@@ -46,7 +69,9 @@ def test_a_plain_run_is_let_through():
         (["algorithm.dppo.completion.rule=threshold", "algorithm.dppo.completion.rate=1"], r"rate=1 is refused"),
         (["algorithm.dppo.completion.design=systematic"], r"design=systematic is refused.*pivotal"),
         (["algorithm.dppo.prompt.keep=0"], r"algorithm\.dppo\.prompt\.keep=0 is refused"),
-        (["+algorithm.dppo.packing.window=8"], r"algorithm\.dppo\.packing=.*not built yet"),
+        (["algorithm.dppo.packing.window=0"], r"algorithm\.dppo\.packing\.window=0 is refused"),
+        (["algorithm.dppo.balance.cost=seconds"], r"algorithm\.dppo\.balance\.cost=seconds is refused.*tokens"),
+        (["+algorithm.dppo.preset=paper"], r"algorithm\.dppo\.preset=paper is refused: not built yet"),
         (["trainer.use_v1=false"], r"trainer\.use_v1=False is refused: .*plain GRPO.*leave it true"),
         (["trainer.v1.trainer_mode=sync"], r"trainer_mode=sync is refused.*plain GRPO"),
         (["trainer.v1.trainer_mode=colocate_async"], r"trainer_mode=colocate_async is refused"),
@@ -207,11 +232,14 @@ def test_a_verl_inside_the_range_is_not(version):
     "off",
     [
         ("algorithm.dppo.enable=false",),
-        ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false"),
+        (*NO_PRUNING, *NO_ORDER),
     ],
 )
 def test_switched_off_nothing_of_verl_is_refused(off):
-    assert not check_run(config(*off, "actor_rollout_ref.rollout.n=1", f"{ACTOR}.shuffle=true")).prunes
+    of_verl = ("trainer.use_v1=false", "critic.enable=true", f"{ROLLOUT}.n=1", f"{ACTOR}.shuffle=true")
+    settings = check_run(config(*off, *of_verl, "algorithm.dppo.packing.micro_batch_tokens=1000000"))
+    assert not settings.prunes
+    assert not settings.orders
 
 
 def test_without_settings_the_trainer_names_the_choice():
@@ -245,3 +273,193 @@ def test_the_real_command_ends_before_ray_starts():
     assert result.returncode == 1
     assert "algorithm=dppo will not start this run:\nalgorithm.use_kl_in_reward=True is refused" in result.stderr
     assert "ray init kwargs" not in result.stdout
+
+
+# ---- packing and balance --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "off", [(), ("algorithm.dppo.packing.enable=false",), ("algorithm.dppo.balance.enable=false",)]
+)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.use_v1=false"], r"trainer\.use_v1=False is refused"),
+        (["trainer.v1.trainer_mode=sync"], r"trainer_mode=sync is refused"),
+        (["+trainer.v1.sync.parameter_sync_step=2"], r"sync\.parameter_sync_step=2 is refused"),
+        (["critic.enable=true"], r"critic\.enable=True is refused: .*orders.*set critic\.enable=false"),
+        ([f"{ACTOR}.shuffle=true"], r"shuffle=True is refused: it would move rows.*shuffle=false"),
+        ([f"{ACTOR}.use_prefix_grouper=true"], r"use_prefix_grouper=True is refused: it needs whole groups"),
+        ([f"{ACTOR}.strategy=veomni"], r"actor\.strategy=veomni is refused.*fsdp, fsdp2, megatron"),
+        (
+            [f"{ACTOR}.ppo_mini_batch_size=3"],
+            r"ppo_mini_batch_size=3 is refused: its 9 completions do not divide over 8",
+        ),
+        ([f"{ACTOR}.use_dynamic_bsz=false"], r"ppo_micro_batch_size_per_gpu=None is refused"),
+        (
+            ["model_engine=megatron", f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"],
+            r"megatron\.virtual_pipeline_model_parallel_size=2 is refused.*virtual_pipeline_model_parallel_size=null",
+        ),
+        (
+            ["model_engine=megatron", f"{ACTOR}.megatron.dynamic_context_parallel=true"],
+            r"megatron\.dynamic_context_parallel=True is refused.*dynamic_context_parallel=false",
+        ),
+    ],
+)
+def test_without_pruning_what_rows_cannot_be_ordered_with_is_refused(overrides, message, off):
+    run = config(*NO_PRUNING, *off, f"{ROLLOUT}.n=3", f"{ACTOR}.ppo_mini_batch_size=8", *overrides)
+    with pytest.raises(RefusedSettingError, match=message) as refusal:
+        check_run(run)
+    assert len(str(refusal.value).splitlines()) == 1
+    assert "Way out:" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+        ["algorithm.adv_estimator=grpo_passk"],
+        ["algorithm.use_kl_in_reward=true"],
+        [f"{ROLLOUT}.n=1"],
+        [f"{ACTOR}.policy_loss.loss_mode=clip_cov"],
+        [f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"],
+        ["algorithm.rollout_correction.rollout_rs=token_k1"],
+        ["algorithm.rollout_correction.rollout_is_batch_normalize=true"],
+        ["distillation.enabled=true"],
+        ["actor_rollout_ref.model.mtp.enable_train=true"],
+        ["data.train_batch_size=48"],
+        ["algorithm.filter_groups.enable=true"],
+        ["trainer.v1.sampler.sync_refill_failed_groups=true"],
+        ["skip.rollout_tq.enable=true"],
+        ["data.gen_batch_size=32"],
+        ["model_engine=megatron", f"+{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff=0.01"],
+    ],
+)
+def test_without_pruning_nothing_is_refused_for_its_sake(overrides):
+    settings = check_run(config(*NO_PRUNING, *overrides))
+    assert settings.orders
+    assert not settings.prunes
+    if overrides:
+        with pytest.raises(RefusedSettingError):
+            check_run(config(*overrides))
+
+
+LIMITS = (
+    f"{ACTOR}.ppo_max_token_len_per_gpu=8000",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu=9000",
+    f"{REFERENCE}.log_prob_max_token_len_per_gpu=7000",
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "overrides", "setting", "limit"),
+    [
+        (8001, [], f"{ACTOR}.ppo_max_token_len_per_gpu", 8000),
+        (8001, [f"{ACTOR}.use_kl_loss=true", f"{ROLLOUT}.n=4"], f"{REFERENCE}.log_prob_max_token_len_per_gpu", 7000),
+        (9001, [f"{ACTOR}.use_dynamic_bsz=false"], f"{ROLLOUT}.log_prob_max_token_len_per_gpu", 9000),
+    ],
+)
+def test_micro_batches_above_what_an_engine_takes_are_refused_with_the_setting_behind_it(
+    tokens, overrides, setting, limit
+):
+    fixed = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true"]
+    asked = f"algorithm.dppo.packing.micro_batch_tokens={tokens}"
+    with pytest.raises(RefusedSettingError) as refusal:
+        check_run(config(*NO_PRUNING, *LIMITS, *fixed, *overrides, asked))
+    assert (
+        f"{asked} is refused: the engine takes {limit} tokens at most. Way out: raise {setting}, or give a smaller "
+        "number, or null to use that."
+    ) in str(refusal.value).splitlines()
+
+
+def test_micro_batches_of_what_all_engines_take_are_let_through():
+    asked = "algorithm.dppo.packing.micro_batch_tokens"
+    check_run(config(*LIMITS, f"{asked}=8000"))
+    check_run(config(*LIMITS, f"{asked}=7000", f"{ACTOR}.use_kl_loss=true"))
+    with pytest.raises(RefusedSettingError, match="takes 7000 tokens"):
+        check_run(config(*LIMITS, f"{asked}=7001", f"{ACTOR}.use_kl_loss=true"))
+    check_run(config(*LIMITS, f"{asked}=10000", "algorithm.dppo.packing.enable=false"))
+
+
+def test_where_something_else_is_refused_too_the_packing_is_left_for_later():
+    """Devices that do not divide have no ranks that passes could be counted for."""
+    with pytest.raises(RefusedSettingError, match=r"nnodes=8 is refused") as refusal:
+        check_run(
+            config(
+                *LIMITS,
+                "algorithm.dppo.packing.micro_batch_tokens=8001",
+                f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3",
+            )
+        )
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+# ---- the passes of a run --------------------------------------------------------------------------------------------
+
+
+def names(role):
+    limit = "ppo_max_token_len_per_gpu" if role == ACTOR else "log_prob_max_token_len_per_gpu"
+    return f"{role}.{limit}"
+
+
+def test_the_passes_of_fsdp_have_the_ranks_of_all_devices_and_the_limits_of_verl():
+    assert passes(config(*LIMITS), PackingSettings()) == {
+        UPDATE: Pass(8, 8000, names(ACTOR), 8000),
+        LOG_PROB: Pass(8, 9000, names(ROLLOUT), 9000),
+    }
+
+
+def test_a_smaller_limit_of_ones_own_holds_for_every_pass():
+    found = passes(config(*LIMITS, f"{ACTOR}.use_kl_loss=true"), PackingSettings(micro_batch_tokens=5000))
+    assert {name: (one.capacity, one.limit) for name, one in found.items()} == {
+        UPDATE: (5000, 8000),
+        LOG_PROB: (5000, 9000),
+        REFERENCE_LOG_PROB: (5000, 7000),
+    }
+
+
+def test_with_ulysses_fewer_ranks_hold_more_tokens():
+    run = config(*LIMITS, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", "trainer.nnodes=2")
+    for packing, capacity in ((PackingSettings(), 16000), (PackingSettings(micro_batch_tokens=5000), 10000)):
+        assert passes(run, packing)[UPDATE] == Pass(8, capacity, names(ACTOR), 8000)
+    assert passes(run, PackingSettings())[LOG_PROB] == Pass(8, 18000, names(ROLLOUT), 9000)
+
+
+def test_on_megatron_context_parallelism_spreads_tokens_and_other_parallelism_does_not():
+    parallel = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 4,
+    }
+    run = config(
+        "model_engine=megatron",
+        "trainer.nnodes=4",
+        *LIMITS,
+        *(f"{ACTOR}.megatron.{name}={size}" for name, size in parallel.items()),
+    )
+    assert passes(run, PackingSettings()) == {
+        UPDATE: Pass(2, 32000, names(ACTOR), 8000),
+        LOG_PROB: Pass(2, 36000, names(ROLLOUT), 9000),
+    }
+
+
+def test_a_reference_policy_has_ranks_of_its_own():
+    run = config(
+        *LIMITS,
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        f"{REFERENCE}.ulysses_sequence_parallel_size=4",
+    )
+    found = passes(run, PackingSettings())
+    assert (found[UPDATE].ranks, found[UPDATE].capacity) == (4, 16000)
+    assert (found[LOG_PROB].ranks, found[LOG_PROB].capacity) == (4, 18000)
+    assert found[REFERENCE_LOG_PROB] == Pass(2, 28000, names(REFERENCE), 7000)
+
+
+def test_passes_with_micro_batches_of_fixed_size_are_not_packed():
+    run = config(*LIMITS, f"{ACTOR}.use_kl_loss=true", f"{ROLLOUT}.log_prob_use_dynamic_bsz=false")
+    assert set(passes(run, PackingSettings())) == {UPDATE, REFERENCE_LOG_PROB}
+    run = config(*LIMITS, f"{ACTOR}.use_dynamic_bsz=false", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true")
+    assert set(passes(run, PackingSettings())) == {LOG_PROB}
