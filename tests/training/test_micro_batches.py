@@ -297,7 +297,7 @@ def test_the_worker_installs_it_before_verl_starts(monkeypatch):
 def test_verls_worker_builds_its_actor_from_the_class_that_is_named():
     """`TimedTrainingWorker` comes in through this name, and times each mini-batch through that of `train_batch`."""
     assert ActorRolloutRefWorker.actor_worker_cls is TrainingWorker
-    assert issubclass(worker.DPPOWorker.actor_worker_cls, TrainingWorker)
+    assert worker.DPPOWorker.actor_worker_cls is worker.TimedTrainingWorker
     for caller, called in (
         (ActorRolloutRefWorker.init_model, "actor_worker_cls"),
         (ActorRolloutRefWorker.update_actor, "train_mini_batch"),
