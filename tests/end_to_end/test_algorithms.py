@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from end_to_end.conftest import COMPLETIONS, ONE_ROW_MICRO_BATCHES, PROMPTS
+from end_to_end.conftest import COMPLETIONS, ONE_ROW_MICRO_BATCHES, PROMPTS, VERLS_ORDER
 from transformers import AutoTokenizer
 
 from verl_dppo.cpu.demo import MODEL_FOLDER
@@ -116,6 +116,6 @@ def test_dr_grpo_trains(verl_run, tmp_path):
 def test_dropping_rows_without_a_gradient_leaves_rloo_as_it_is_to_the_bit(verl_run):
     stock = verl_run("algorithm.adv_estimator=rloo", *ONE_ROW_MICRO_BATCHES, steps=2)
     everything = ("algorithm=dppo_rloo", "algorithm.adv_estimator=rloo", "algorithm.dppo.completion.keep=1")
-    run = verl_run(*everything, *ONE_ROW_MICRO_BATCHES, steps=2)
+    run = verl_run(*everything, *VERLS_ORDER, *ONE_ROW_MICRO_BATCHES, steps=2)
     assert min(m["dppo/kept_fraction"] for m in run.metrics) < 1, "nothing was dropped: the test is empty"
     assert run.updates == stock.updates
