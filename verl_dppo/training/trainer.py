@@ -453,7 +453,7 @@ class DPPOTrainer(PPOTrainerSync):
                 with marked_timer("dppo_probe", self.timing_raw):
                     metrics.update(self._probe(batch))
         self._follow_plan(batch, UPDATE)
-        with _around_update(self.actor_rollout_wg, rows, metrics):
+        with _around_update(self.actor_rollout_wg, rows, metrics if self._order is not None else {}):
             return super()._update_actor(batch, metrics)
 
     def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
