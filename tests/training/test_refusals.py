@@ -189,6 +189,10 @@ def test_verls_other_entry_points_are_refused():
         check_entry_point(job)
     with pytest.raises(SystemExit, match=r"entry point=verl\.experimental"):
         RefuseBeforeStart().on_job_start(config(), task_function=job)
+    levels_off = ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false")
+    with pytest.raises(SystemExit, match=r"entry point=verl\.experimental"):
+        RefuseBeforeStart().on_job_start(config(*levels_off), task_function=job)
+    RefuseBeforeStart().on_job_start(config("algorithm.dppo.enable=false"), task_function=job)
     job.__module__ = "my.own.main"
     check_entry_point(job)
 

@@ -258,7 +258,8 @@ class RefuseBeforeStart(Callback):
     def on_job_start(self, config: DictConfig, *, task_function: Any = None, **_: Any) -> None:
         """Check one job, in a single run or a multirun."""
         try:
-            if check_run(config).prunes:
+            settings = check_run(config)
+            if settings.prunes or settings.orders:
                 check_entry_point(task_function)
         except RefusedSettingError as error:
             raise SystemExit(f"algorithm=dppo will not start this run:\n{error}") from error
