@@ -197,6 +197,13 @@ def test_verls_other_entry_points_are_refused():
     check_entry_point(job)
 
 
+def test_the_critic_of_an_estimator_is_refused_where_only_ordering_is_on():
+    levels_off = ("algorithm.dppo.completion.enable=false", "algorithm.dppo.prompt.enable=false")
+    with pytest.raises(RefusedSettingError, match=r"adv_estimator=gae is refused: .*critic"):
+        check_run(config(*levels_off, "algorithm.adv_estimator=gae"))
+    check_run(config(*levels_off, "algorithm.adv_estimator=gae", "critic.enable=false"))
+
+
 def test_a_plugin_that_is_only_partly_there_is_refused(monkeypatch):
     monkeypatch.setitem(plugin.failures, "trainer dppo", ImportError("no such thing"))
     with pytest.raises(RefusedSettingError, match=r"verl_dppo=trainer dppo is refused.*no such thing"):

@@ -60,6 +60,9 @@ def _of_the_entry(config: DictConfig) -> Iterator[RefusedSettingError]:
         reason = "a step would hold several batches, of which the metrics would describe the last"
         yield refuse("trainer.v1.sync.parameter_sync_step", updates, reason, "leave it at 1")
     way_out = "set critic.enable=false"
+    if select(config, "critic.enable") is None and select(config, "algorithm.adv_estimator") == "gae":
+        reason = "this estimator trains a critic, whose batches DPPO does not order"
+        yield refuse("algorithm.adv_estimator", "gae", reason, "use another estimator, or the trainer sync")
     yield from _switch(config, "critic.enable", "DPPO prunes and orders what a critic would train on", way_out)
     yield from _of_the_engine(config)
 
