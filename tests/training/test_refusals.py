@@ -469,6 +469,16 @@ def test_a_reference_policy_has_ranks_of_its_own():
     assert found[REFERENCE_LOG_PROB] == Pass(2, 28000, names(REFERENCE), 7000)
 
 
+def test_under_lora_and_without_a_kl_term_there_is_no_reference_policy_of_its_own():
+    asked = f"{ACTOR}.use_kl_loss=true"
+    for adapter in ("lora_rank=8", "lora.rank=8", "lora_adapter_path=somewhere"):
+        run = config(*LIMITS, asked, f"actor_rollout_ref.model.{adapter}")
+        assert set(passes(run, PackingSettings())) == {UPDATE, LOG_PROB}, adapter
+    assert set(passes(config(*LIMITS), PackingSettings())) == {UPDATE, LOG_PROB}
+    for term in (asked, "algorithm.use_kl_in_reward=true"):
+        assert REFERENCE_LOG_PROB in passes(config(*LIMITS, term), PackingSettings()), term
+
+
 def test_passes_with_micro_batches_of_fixed_size_are_not_packed():
     run = config(*LIMITS, f"{ACTOR}.use_kl_loss=true", f"{ROLLOUT}.log_prob_use_dynamic_bsz=false")
     assert set(passes(run, PackingSettings())) == {UPDATE, REFERENCE_LOG_PROB}

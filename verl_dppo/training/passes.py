@@ -99,7 +99,13 @@ def _devices_of_a_sequence(config: DictConfig, role: str) -> int:
 
 
 def _names(config: DictConfig) -> list[str]:
-    return [name for name in _SETTINGS if name != REFERENCE_LOG_PROB or select(config, f"{ACTOR}.use_kl_loss")]
+    """Return the passes of a run; under LoRA the actor without its adapter is the reference, in a pass like its own."""
+    model = "actor_rollout_ref.model"
+    adapted = int(select(config, f"{model}.lora.rank", 0)) > 0 or int(select(config, f"{model}.lora_rank", 0)) > 0
+    adapted = adapted or select(config, f"{model}.lora_adapter_path") is not None
+    asked = select(config, f"{ACTOR}.use_kl_loss", False) or select(config, "algorithm.use_kl_in_reward", False)
+    own_reference = asked and not adapted
+    return [name for name in _SETTINGS if name != REFERENCE_LOG_PROB or own_reference]
 
 
 def rows_multiple(config: DictConfig) -> int:
