@@ -57,8 +57,23 @@ def arrange(drawn: list[tuple[int, ...]], case: Case, ranks: int) -> list[list[t
     return [[places[i] for i in part] for part in np.array_split(order, ranks)]
 
 
-def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def sequence_columns(
+    prompts: list[torch.Tensor], responses: list[torch.Tensor], mask: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the columns that follow from the tokens of each row and the mask of its response."""
+    sequences = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    return {
+        "prompts": nested(prompts),
+        "responses": nested(responses),
+        "input_ids": nested(sequences),
+        "position_ids": nested([torch.arange(s.numel()) for s in sequences]),
+        "response_mask": nested(mask),
+        "loss_mask": nested(mask),
+    }
 
 
 def batch(
@@ -86,17 +101,11 @@ def batch(
 
     prompts, responses = column(rows.prompts, pad), column(rows.responses, pad)
     mask = column([torch.ones(n, dtype=torch.long) for n in RESPONSE], torch.zeros(1, dtype=torch.long))
-    sequences = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     columns = {
-        "prompts": _nested(prompts),
-        "responses": _nested(responses),
-        "input_ids": _nested(sequences),
-        "position_ids": _nested([torch.arange(s.numel()) for s in sequences]),
-        "response_mask": _nested(mask),
-        "loss_mask": _nested(mask),
-        "old_log_probs": _nested(column(rows.old_log_probs, nothing)),
-        "ref_log_prob": _nested(column(rows.ref_log_prob, nothing)),
-        "advantages": _nested(column([a.expand(n) for a, n in zip(advantages, RESPONSE, strict=True)], nothing)),
+        **sequence_columns(prompts, responses, mask),
+        "old_log_probs": nested(column(rows.old_log_probs, nothing)),
+        "ref_log_prob": nested(column(rows.ref_log_prob, nothing)),
+        "advantages": nested(column([a.expand(n) for a, n in zip(advantages, RESPONSE, strict=True)], nothing)),
     }
     rows_of_mini_batch = ROWS // case.mini_batches
     if drawn is not None:

@@ -17,26 +17,19 @@ import torch.distributed as dist
 from engine.batches import Completions, arrange, batch, completions
 from engine.cases import DEALT_PROMPTS, PI, PROMPT_PI, PROMPTS, RESPONSE, Case
 from engine.draws import joint_draws, two_level_draws
+from engine.reading import GradientReader
 from transformers import AutoModelForCausalLM
 from verl.workers.utils.losses import ppo_loss
 
 from verl_dppo.training.loss import dppo_loss
 
 
-class Enumeration:
-    """A worker of one precision, and the gradients that it gives."""
+class Enumeration(GradientReader):
+    """A worker of one precision, and what it does with every draw."""
 
     def __init__(self, engine: Any, model: Path, dtype: str, rows: Completions) -> None:
-        self.engine, self.rows = engine, rows
-        self.worker = engine.worker(model, dtype)
-        self.ranks = self.worker.engine.get_data_parallel_size()
-        self.rank = self.worker.engine.get_data_parallel_rank()
-        self.worker.engine.optimizer_step = self._read
-        self.gradients: list[torch.Tensor] = []
-
-    def _read(self) -> float:
-        self.gradients.append(self.engine.gradient(self.worker.engine))
-        return 0.0
+        super().__init__(engine, model, dtype)
+        self.rows = rows
 
     def gradient(self, case: Case, drawn: list[tuple[int, ...]]) -> torch.Tensor:
         """Return (mini-batches, parameters): the weighted gradient of what was drawn."""
@@ -59,10 +52,7 @@ class Enumeration:
     ) -> torch.Tensor:
         places = arrange(drawn, case, self.ranks)
         data = batch(places[self.rank], self.rows, case, sum(map(len, places)), drawn if weighted else None)
-        self.gradients.clear()
-        self.worker.set_loss_fn(partial(loss, config=self.engine.actor_config(**case.actor_settings())))
-        self.worker.train_mini_batch(data)
-        return torch.stack(self.gradients)
+        return self.train(data, loss, case)
 
     def measure(self, case: Case) -> dict[str, float]:
         """Return the relative error of the expectation and the engine's own noise, each of the worst mini-batch.

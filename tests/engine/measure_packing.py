@@ -6,7 +6,6 @@ and as planned. In place of the optimizer's step the gradient is read. Each rank
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from engine import packed_step
 from engine.cases import Case
 from engine.packed_step import MINI_BATCH, Order, Rows, plain, planned
+from engine.reading import GradientReader
 from transformers import AutoModelForCausalLM
 from verl.workers.utils.losses import ppo_loss
 
@@ -35,23 +35,15 @@ LOSSES = {
 VERL, EACH, PLANNED, PACKED, SWAPPED = "verl's micro-batches", "one row each", "planned", "planned, packed", "swapped"
 
 
-class Step:
+class Step(GradientReader):
     """A worker of one precision, and what it does with the rows of a step."""
 
     def __init__(self, engine: Any, model: Path, dtype: str, rows: Rows) -> None:
-        self.engine, self.rows = engine, rows
-        self.worker = engine.worker(model, dtype)
-        self.ranks = self.worker.engine.get_data_parallel_size()
-        self.rank = self.worker.engine.get_data_parallel_rank()
-        self.worker.engine.optimizer_step = self._read
-        self.gradients: list[torch.Tensor] = []
+        super().__init__(engine, model, dtype)
+        self.rows = rows
         self.executed: list[list[int]] = []
         self._row = {tuple(s.tolist()): row for row, s in enumerate(rows.sequences)}
         self._log_micro_batches()
-
-    def _read(self) -> float:
-        self.gradients.append(self.engine.gradient(self.worker.engine))
-        return 0.0
 
     def _log_micro_batches(self) -> None:
         """Note the rows of every micro-batch where the engine runs it."""
@@ -69,12 +61,9 @@ class Step:
     def gradient(self, order: Order, loss: Callable[..., Any], case: Case, **changes: Any) -> torch.Tensor:
         """Return (mini-batches, parameters); `executed` then holds the micro-batches."""
         data = packed_step.batch(self.rows, order, self.rank, self.ranks, weighted=loss is dppo_loss)
-        self.gradients.clear()
         self.executed.clear()
         self.worker.seconds.clear()
-        self.worker.set_loss_fn(partial(loss, config=self.engine.actor_config(**case.actor_settings())))
-        self.worker.train_mini_batch(packed_step.for_pass(data, UPDATE, order, **changes))
-        return torch.stack(self.gradients)
+        return self.train(packed_step.for_pass(data, UPDATE, order, **changes), loss, case)
 
     def log_probs(self, order: Order, changed: int | None = None, reset: bool = True, **changes: Any) -> Any:
         """Return the log-probs of the rank's rows, in the order that they come back in; None where verl gives none.

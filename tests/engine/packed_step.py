@@ -1,12 +1,11 @@
 """One step of training: its rows, the order and the micro-batches planned for them, and the columns of a rank."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from cpu.tiny import EOS
-from engine.batches import VOCABULARY
+from engine.batches import VOCABULARY, nested, sequence_columns
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -92,10 +91,6 @@ def micro_batches(order: Order, name: str, ranks: int) -> list[list[list[int]]]:
     return found
 
 
-def _nested(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
 def batch(rows: Rows, order: Order, rank: int, ranks: int, weighted: bool) -> TensorDict:
     """Build what verl's worker of one rank gets for a pass over the step."""
     here = np.array_split(np.arange(order.row.size), ranks)[rank]
@@ -103,16 +98,10 @@ def batch(rows: Rows, order: Order, rank: int, ranks: int, weighted: bool) -> Te
     nothing, pad = torch.zeros(1, dtype=torch.float64), torch.tensor([EOS])
     prompts = [pad if r == PADDING else rows.sequences[r][: PROMPT[r]] for r in mine]
     responses = [pad if r == PADDING else rows.sequences[r][PROMPT[r] :] for r in mine]
-    sequences = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     mask = [torch.full((r.numel(),), int(row != PADDING)) for row, r in zip(mine, responses, strict=True)]
     columns = {
-        "prompts": _nested(prompts),
-        "responses": _nested(responses),
-        "input_ids": _nested(sequences),
-        "position_ids": _nested([torch.arange(s.numel()) for s in sequences]),
-        "response_mask": _nested(mask),
-        "loss_mask": _nested(mask),
-        **{k: _nested([nothing if r == PADDING else c[r] for r in mine]) for k, c in rows.columns.items()},
+        **sequence_columns(prompts, responses, mask),
+        **{k: nested([nothing if r == PADDING else c[r] for r in mine]) for k, c in rows.columns.items()},
         **{COLUMNS[k]: encode(p.mini_batch, p.micro_batch)[here] for k, p in order.passes.items()},
     }
     if weighted:

@@ -1,21 +1,16 @@
 """A packed, balanced and re-ordered step through verl's real engines: the same gradient, the planned micro-batches, and
 no sequence that another one sees."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from engine.launch import run_on_ranks
 from engine.measure_packing import EACH, LOSSES, PACKED, PLANNED, SWAPPED, VERL
 from engine.packed_step import CAPACITY, LENGTH, MINI_BATCH, MINI_BATCHES, ROWS, micro_batches, plain, planned
 
 from verl_dppo.packing import PADDING
 from verl_dppo.training.passes import LOG_PROB, UPDATE
 
-TESTS = Path(__file__).parent.parent
 PLAIN = (VERL, EACH)
 LAYOUTS = {
     "fsdp2, 1 rank": ("fsdp2", 1, {}),
@@ -50,20 +45,7 @@ def measured(model, tmp_path_factory):
 
 def _run(model, results, engine, processes, environment):
     dtypes = "float64" if engine == "fsdp2" else "float64,bfloat16"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
-        *("-m", "engine.measure_packing", engine, dtypes, str(model), str(results)),
-    ]
-    shared = {
-        "VERL_PLATFORM": "cpu",
-        "RAY_LOCAL_WORLD_SIZE": str(os.cpu_count()),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(TESTS),
-        **environment,
-    }
-    done = subprocess.run(command, env={**os.environ, **shared}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_on_ranks("engine.measure_packing", processes, engine, dtypes, model, results, **environment)
     return [torch.load(results / f"rank{rank}.pt") for rank in range(processes)]
 
 

@@ -1,15 +1,11 @@
 """The probe measures through verl's real engines the norm of each completion's own gradient, and moves nothing."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from engine.cases import ROWS
+from engine.launch import run_on_ranks
 
-TESTS = Path(__file__).parent.parent
 MEASURED = 5
 
 
@@ -24,20 +20,7 @@ def probed(request, model, tmp_path_factory):
 
     def run(ranks):
         result = tmp_path_factory.mktemp("probe") / "norms.json"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *("-m", "engine.measure_norms", engine, dtype, str(model), str(result)),
-        ]
-        env = {
-            **os.environ,
-            "VERL_PLATFORM": "cpu",
-            "RAY_LOCAL_WORLD_SIZE": str(os.cpu_count()),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(TESTS),
-        }
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        run_on_ranks("engine.measure_norms", ranks, engine, dtype, model, result)
         return json.loads(result.read_text())
 
     return {ranks: run(ranks) for ranks in (1, 2)}, tolerance
