@@ -250,6 +250,19 @@ def test_a_config_that_leaves_the_kind_of_its_layers_to_the_model_is_read_as_the
     assert SequenceCost.from_config(older) == SequenceCost.from_config(config)
 
 
+@pytest.mark.parametrize("kind", sorted(MODEL_TYPES))
+@pytest.mark.parametrize("windows", [{}, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}])
+def test_a_config_without_the_kinds_of_its_layers_costs_what_it_should_or_is_refused(kind, windows):
+    config = tiny_config(kind, windows)
+    older = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    try:
+        found = SequenceCost.from_config(older)
+    except ValueError as refusal:
+        assert "without layer_types" in str(refusal)  # noqa: PT017 (either is right)
+    else:
+        assert found == SequenceCost.from_config(config)
+
+
 @pytest.mark.parametrize("every", [2, 3])
 def test_a_pattern_of_windows_is_read(every):
     config = tiny_config("gemma3_text", {"sliding_window_pattern": every, "num_hidden_layers": 7})

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-# Types of language models whose computation these sizes describe. The tests compare each with a count.
+# Types of language models whose computation these sizes describe. The tests compare them with counts.
 GATED = (
     "llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl "
     "qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text gemma gemma2 gemma3_text vaultgemma deepseek_v2 deepseek_v3 youtu "
@@ -16,8 +16,19 @@ GATED = (
 UNGATED = "apertus arcee nemotron phi starcoder2"
 MODEL_TYPES = frozenset(f"{GATED} {UNGATED}".split())
 ROUTED_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Every how many layers one attends to everything, where a config of older form leaves that to the model.
-FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+# Every how many layers one attends to everything, where a config of older form leaves that to the model; None: none.
+FULL_ATTENTION_EVERY = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "ministral3": None,
+    "mistral": None,
+    "mixtral": None,
+    "phi3": None,
+    "phimoe": None,
+    "qwen3_moe": None,
+    "starcoder2": None,
+}
 
 
 @dataclass(frozen=True)
@@ -139,5 +150,8 @@ def _implied_kinds(config: _TextConfig, layers: int) -> list[str]:
     """Return what the layers attend to where the config does not say it one by one."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return ["full_attention"] * layers
-    every = config.size("sliding_window_pattern", default=FULL_ATTENTION_EVERY.get(config.model_type, layers + 1))
+    if config.get("sliding_window_pattern") is None and config.model_type not in FULL_ATTENTION_EVERY:
+        config.fail("sliding_window is given, and without layer_types it is not known which layers have it")
+    implied = FULL_ATTENTION_EVERY.get(config.model_type) or layers + 1
+    every = config.size("sliding_window_pattern", default=implied)
     return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
