@@ -175,12 +175,16 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"ranks": 0}, "ranks must be >= 1, got 0"),
-            ({"multiple": 0}, "multiple must be >= 1, got 0"),
-            ({"padding_length": 0}, r"padding_length must be in \[1, micro_batch_tokens=100\], got 0"),
-            ({"padding_length": 101}, "padding_length must be in"),
+            ({"ranks": 0}, "ranks must be an integer from 1 .*got 0"),
+            ({"ranks": 1.5}, r"ranks must be an integer from 1 .*got 1\.5"),
+            ({"multiple": 0}, "multiple must be an integer from 1 .*got 0"),
+            ({"padding_length": 0}, "padding_length must be an integer from 1 .*got 0"),
+            ({"padding_length": 1.5}, r"padding_length must be an integer from 1 .*got 1\.5"),
+            ({"padding_length": 101}, "padding_length must not exceed micro_batch_tokens=100, got 101"),
+            ({"mini_batch": [0.2, 0.9]}, r"mini_batch must be \(2,\) integers"),
+            ({"cost": lambda length: length[:1]}, r"cost must return \(2,\) costs.*got \(1,\)"),
             ({"mini_batch": [0, 2]}, r"without a gap, got \[0, 2\]"),
-            ({"mini_batch": [0]}, "one entry for each"),
+            ({"mini_batch": [0]}, r"mini_batch must be \(2,\) integers, got \(1,\)"),
             ({"length": [], "mini_batch": []}, "n >= 1"),
         ],
     )

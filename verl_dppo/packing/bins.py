@@ -43,8 +43,8 @@ def pack(
         ValueError: a row above the cap, with its length, its name and the cap; no rows; lengths that are not whole
             numbers >= 1; a capacity or a window that is not an integer >= 1.
     """
-    length, capacity = check_lengths(length, capacity, ids), _count("capacity", capacity)
-    window = length.size if window is None else _count("window", window)
+    length, capacity = check_lengths(length, capacity, ids), check_count("capacity", capacity)
+    window = length.size if window is None else check_count("window", window)
     if window < length.size:
         return _bins(oldest_first(length, capacity, window, SPARE * capacity))
     bin_of, bound = largest_first(length, capacity), bins_lower_bound(length, capacity)
@@ -61,7 +61,7 @@ def bins_lower_bound(length: ArrayLike, capacity: int) -> int:
 
     Args and errors are those of `pack`.
     """
-    length, capacity = check_lengths(length, capacity), _count("capacity", capacity)
+    length, capacity = check_lengths(length, capacity), check_count("capacity", capacity)
     size = np.sort(length)[::-1]
     total = np.concatenate([[0], np.cumsum(size)])
     halves = int(np.count_nonzero(2 * size > capacity))
@@ -75,7 +75,7 @@ def bins_lower_bound(length: ArrayLike, capacity: int) -> int:
 
 def check_lengths(length: ArrayLike, capacity: int, ids: Sequence[object] | None = None) -> Index:
     """Return the lengths as (n,) int64 if they are >= 1 and fit under the cap; errors as in `pack`."""
-    capacity, given = _count("capacity", capacity), np.asarray(length)
+    capacity, given = check_count("capacity", capacity), np.asarray(length)
     if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iuf":
         raise ValueError(f"length must be (n,) whole numbers, n >= 1, got shape {given.shape} of {given.dtype}")
     if ids is not None and len(ids) != given.size:
@@ -91,7 +91,12 @@ def check_lengths(length: ArrayLike, capacity: int, ids: Sequence[object] | None
     return given.astype(np.int64)
 
 
-def _count(name: str, value: int) -> int:
+def check_count(name: str, value: int) -> int:
+    """Return the value if it is an integer from 1 to LARGEST.
+
+    Raises:
+        ValueError: it is not.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= LARGEST:
         raise ValueError(f"{name} must be an integer from 1 to {LARGEST}, got {value!r}")
     return int(value)

@@ -86,16 +86,21 @@ def _rounded_up(count: int, multiple: int) -> int:
 
 def _split(bins: list[Index], cost: Array, count: int) -> list[Index]:
     """Split the costliest bins that hold several rows until there are `count`."""
+    if len(bins) < count > cost.size:
+        raise ValueError(f"{cost.size} rows cannot fill {count} micro-batches")
     bins = list(bins)
+    divisible = [(-float(cost[rows].sum()), k) for k, rows in enumerate(bins) if rows.size > 1]
+    heapq.heapify(divisible)
     while len(bins) < count:
-        divisible = [k for k, rows in enumerate(bins) if rows.size > 1]
-        if not divisible:
-            raise ValueError(f"{sum(b.size for b in bins)} rows cannot fill {count} micro-batches")
-        k = max(divisible, key=lambda k: float(cost[bins[k]].sum()))
+        _, k = heapq.heappop(divisible)
         rows = bins[k][np.argsort(-cost[bins[k]], kind="stable")]
         cut = 1 + int(np.searchsorted(np.cumsum(cost[rows])[:-1], cost[rows].sum() / 2))
         cut = min(cut, rows.size - 1)
-        bins[k : k + 1] = [np.sort(rows[:cut]), np.sort(rows[cut:])]
+        bins[k], rest = np.sort(rows[:cut]), np.sort(rows[cut:])
+        bins.append(rest)
+        for place in (k, len(bins) - 1):
+            if bins[place].size > 1:
+                heapq.heappush(divisible, (-float(cost[bins[place]].sum()), place))
     return bins
 
 
@@ -110,7 +115,7 @@ def _filled(length: Index, cost: Array, capacity: int, target: Array) -> list[In
     rows: list[list[int]] = [[] for _ in target]
     order = np.lexsort((-length, -cost)).tolist()
     lengths, costs = length.tolist(), cost.tolist()
-    empty = target.size
+    empty, fullest = target.size, capacity - min(lengths)
     for turn, row in enumerate(order):
         passed_over = []
         must_open = len(order) - turn == empty
@@ -118,7 +123,8 @@ def _filled(length: Index, cost: Array, capacity: int, target: Array) -> list[In
             load, k = heapq.heappop(open_bins)
             if tokens[k] + lengths[row] <= capacity and not (must_open and rows[k]):
                 break
-            passed_over.append((load, k))
+            if tokens[k] <= fullest:  # no row fits into the others
+                passed_over.append((load, k))
         else:
             return None
         empty -= not rows[k]

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from verl_dppo.packing.balance import balance
-from verl_dppo.packing.bins import check_lengths
+from verl_dppo.packing.bins import LARGEST, check_count, check_lengths
 from verl_dppo.packing.levelling import common_micro_batches, micro_batches_needed, packed_micro_batches
 
 Array = NDArray[np.float64]
@@ -16,8 +16,6 @@ Cost = Callable[[Index], Array]
 
 PADDING = -1
 """Stands for a padding row where others are given by their position."""
-
-_NO_CAP = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -91,17 +89,17 @@ def schedule(
         cost: from lengths to costs, e.g. a `SequenceCost`; None: the tokens.
         multiple: the number of micro-batches is a multiple of this, e.g. what a virtual pipeline works in.
         window: of `pack`.
-        padding_length: tokens of a padding row. Where all mini-batches have the same number of rows, and enough for
-            the micro-batches, there are at most `mini-batches * (ranks - 1)` of them. Others are filled up to the
+        padding_length: tokens of a padding row. Where all mini-batches have the same number of rows, and `multiple` is
+            1, there are at most `mini-batches * (ranks - 1)` of them. Others are filled up to the
             largest, because verl cuts mini-batches of one size.
         ids: (n,) names of the rows, for the error message.
 
     Raises:
         ValueError: a row above the cap, with its length, name and the cap; or arguments that do not fit together.
     """
-    length = check_lengths(length, _NO_CAP if micro_batch_tokens is None else micro_batch_tokens, ids)
+    length = check_lengths(length, _cap(micro_batch_tokens), ids)
     _check_counts(ranks, multiple, padding_length, micro_batch_tokens)
-    members = _members(length, np.asarray(mini_batch, dtype=np.int64))
+    members = _members(length, np.asarray(mini_batch))
     price = _price(cost)
     per_rank = -(-max(m.size for m in members) // ranks)
     while True:
@@ -109,6 +107,8 @@ def schedule(
         tokens = [np.where(m == PADDING, padding_length, length[m]) for m in padded]
         parts = _to_lighter_ranks([balance(price(rows), ranks, equal_count=True) for rows in tokens], tokens, price)
         dealt = [[rows[part] for part in of_rank] for rows, of_rank in zip(tokens, parts, strict=True)]
+        if multiple == 1:  # nobody needs more micro-batches than rows
+            break
         needed = max(micro_batches_needed(rows, micro_batch_tokens, multiple, window) for rows in dealt)
         if needed <= per_rank:
             break
@@ -180,8 +180,10 @@ def plan_in_order(
     Raises:
         ValueError: a row above the cap, rows that do not divide, or fewer rows in a part than it needs micro-batches.
     """
-    length = check_lengths(length, _NO_CAP if micro_batch_tokens is None else micro_batch_tokens, ids)
-    if ranks < 1 or mini_batches < 1 or length.size == 0 or length.size % (ranks * mini_batches):
+    length = check_lengths(length, _cap(micro_batch_tokens), ids)
+    for name, value in (("ranks", ranks), ("mini_batches", mini_batches), ("multiple", multiple)):
+        check_count(name, value)
+    if length.size % (ranks * mini_batches):
         raise ValueError(f"{length.size} rows do not divide over {ranks} ranks and {mini_batches} mini-batches")
     price, cells = _price(cost), length.reshape(ranks, mini_batches, -1)
     micro_batch = np.empty(cells.shape, dtype=np.int64)
@@ -216,14 +218,26 @@ def imbalance(plan: Schedule, value: ArrayLike, of_micro_steps: bool) -> float:
     return float(load.max(axis=0).sum() / mean) if mean else 1.0
 
 
+def _cap(micro_batch_tokens: int | None) -> int:
+    return LARGEST if micro_batch_tokens is None else micro_batch_tokens
+
+
 def _price(cost: Cost | None) -> Cost:
-    return (lambda rows: rows.astype(np.float64)) if cost is None else cost
+    """Return the cost function, which is held to one cost for each row."""
+
+    def price(length: Index) -> Array:
+        costs = np.asarray(length if cost is None else cost(length), dtype=np.float64)
+        if costs.shape != length.shape:
+            raise ValueError(f"cost must return {length.shape} costs for as many lengths, got {costs.shape}")
+        return costs
+
+    return price
 
 
 def _members(length: Index, mini_batch: Index) -> list[Index]:
     """Return the rows of each mini-batch."""
-    if mini_batch.shape != length.shape or length.size == 0:
-        raise ValueError(f"mini_batch must have one entry for each of n >= 1 rows, got {mini_batch.shape}")
+    if mini_batch.shape != length.shape or mini_batch.dtype.kind not in "iu":
+        raise ValueError(f"mini_batch must be ({length.size},) integers, got {mini_batch.shape} of {mini_batch.dtype}")
     numbers = np.unique(mini_batch)
     if numbers[0] != 0 or numbers[-1] != numbers.size - 1:
         raise ValueError(f"mini_batch must be numbered from 0 without a gap, got {numbers.tolist()}")
@@ -231,8 +245,7 @@ def _members(length: Index, mini_batch: Index) -> list[Index]:
 
 
 def _check_counts(ranks: int, multiple: int, padding_length: int, capacity: int | None) -> None:
-    for name, value in (("ranks", ranks), ("multiple", multiple)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    if padding_length < 1 or (capacity is not None and padding_length > capacity):
-        raise ValueError(f"padding_length must be in [1, micro_batch_tokens={capacity}], got {padding_length}")
+    for name, value in (("ranks", ranks), ("multiple", multiple), ("padding_length", padding_length)):
+        check_count(name, value)
+    if capacity is not None and padding_length > capacity:
+        raise ValueError(f"padding_length must not exceed micro_batch_tokens={capacity}, got {padding_length}")
