@@ -127,6 +127,11 @@ def test_the_ends_of_every_range_of_a_prompt_setting_are_let_through():
         ({"micro_batch_tokens": 1e4}, r"packing\.micro_batch_tokens=10000\.0 is refused: it is not an integer"),
         ({"micro_batch_tokens": False}, r"packing\.micro_batch_tokens=False is refused: it is not an integer"),
         ({"micro_batch_tokens": [8192]}, r"packing\.micro_batch_tokens=\[8192\] is refused: it is not an integer"),
+        ({"enable": False, "window": 8}, r"packing\.window=8 is refused: nothing is packed.*packing\.enable=true"),
+        (
+            {"enable": False, "micro_batch_tokens": 8192},
+            r"packing\.micro_batch_tokens=8192 is refused: nothing is packed",
+        ),
         (
             {"capacity": 8192},
             r"packing\.capacity=8192 is refused: no such setting.*are enable, micro_batch_tokens, window",

@@ -226,6 +226,10 @@ class PackingSettings:
                 _number(prefix + name, value, int)
                 if value < 1:
                     raise refuse(prefix + name, value, "nothing would fit", "give an integer >= 1, or null")
+                if not self.enable:
+                    raise refuse(
+                        prefix + name, value, "nothing is packed", f"leave it null, or set {prefix}enable=true"
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -248,9 +248,15 @@ def test_a_verl_inside_the_range_is_not(version):
 )
 def test_switched_off_nothing_of_verl_is_refused(off):
     of_verl = ("trainer.use_v1=false", "critic.enable=true", f"{ROLLOUT}.n=1", f"{ACTOR}.shuffle=true")
-    settings = check_run(config(*off, *of_verl, "algorithm.dppo.packing.micro_batch_tokens=1000000"))
+    settings = check_run(config(*off, *of_verl))
     assert not settings.prunes
     assert not settings.orders
+
+
+FIXED_ROWS = [
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+]
 
 
 def test_without_settings_the_trainer_names_the_choice():
@@ -314,6 +320,10 @@ def test_the_real_command_ends_before_ray_starts():
         (
             ["model_engine=megatron", f"{ACTOR}.megatron.dynamic_context_parallel=true"],
             r"megatron\.dynamic_context_parallel=True is refused.*dynamic_context_parallel=false",
+        ),
+        (
+            ["model_engine=megatron", f"{REFERENCE}.megatron.dynamic_context_parallel=true"],
+            r"ref\.megatron\.dynamic_context_parallel=True is refused.*ref\.megatron\.dynamic_context_parallel=false",
         ),
     ],
 )
@@ -391,7 +401,16 @@ def test_micro_batches_of_what_all_engines_take_are_let_through():
     check_run(config(*LIMITS, f"{asked}=7000", f"{ACTOR}.use_kl_loss=true"))
     with pytest.raises(RefusedSettingError, match="takes 7000 tokens"):
         check_run(config(*LIMITS, f"{asked}=7001", f"{ACTOR}.use_kl_loss=true"))
-    check_run(config(*LIMITS, f"{asked}=10000", "algorithm.dppo.packing.enable=false"))
+
+
+@pytest.mark.parametrize("name", ["window", "micro_batch_tokens"])
+def test_settings_of_a_packing_that_does_not_happen_are_refused(name):
+    asked, fixed = f"algorithm.dppo.packing.{name}=10", [f"{ACTOR}.use_dynamic_bsz=false", *FIXED_ROWS]
+    with pytest.raises(RefusedSettingError, match=rf"{asked} is refused: nothing is packed.*enable=true"):
+        check_run(config(asked, "algorithm.dppo.packing.enable=false"))
+    with pytest.raises(RefusedSettingError, match=rf"{asked} is refused: .*fixed number.*use_dynamic_bsz=true"):
+        check_run(config(*fixed, asked))
+    check_run(config(*fixed))
 
 
 def test_where_something_else_is_refused_too_the_packing_is_left_for_later():

@@ -13,7 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.specifiers import SpecifierSet
 
 from verl_dppo.settings import DPPOSettings, PackingSettings, RefusedSettingError, refuse
-from verl_dppo.training.passes import ACTOR, ROLLOUT, data_parallel_ranks, passes, rows_multiple, select
+from verl_dppo.training.passes import (
+    ACTOR,
+    REFERENCE,
+    ROLLOUT,
+    data_parallel_ranks,
+    passes,
+    rows_multiple,
+    select,
+)
 
 SUPPORTED_VERL = SpecifierSet(">=0.9.1,<0.10")
 ROLLOUT_CORRECTION = "algorithm.rollout_correction"
@@ -70,7 +78,11 @@ def _of_the_entry(config: DictConfig) -> Iterator[RefusedSettingError]:
 def _of_the_engine(config: DictConfig) -> Iterator[RefusedSettingError]:
     untested = "DPPO was not tested with it"
     for name, off in (("dynamic_context_parallel", "false"), ("virtual_pipeline_model_parallel_size", "null")):
-        yield from _switch(config, f"{ACTOR}.megatron.{name}", untested, f"set {ACTOR}.megatron.{name}={off}")
+        of_actor, of_reference = (f"{role}.megatron.{name}" for role in (ACTOR, REFERENCE))
+        setting = (
+            of_actor if select(config, of_actor) else of_reference
+        )  # which takes the actor's, unless it has its own
+        yield from _switch(config, setting, untested, f"set {setting}={off}")
 
 
 def _of_the_advantage(config: DictConfig) -> Iterator[RefusedSettingError]:
@@ -186,7 +198,14 @@ def _of_the_prompts(config: DictConfig) -> Iterator[RefusedSettingError]:
 
 
 def _of_the_packing(config: DictConfig, packing: PackingSettings) -> Iterator[RefusedSettingError]:
-    for made in passes(config, packing).values() if packing.enable else ():
+    if not packing.enable:
+        return
+    cut_by_tokens = passes(config, packing)
+    for name in ("window", "micro_batch_tokens") if not cut_by_tokens else ():
+        way_out = f"leave it null, or set {ACTOR}.use_dynamic_bsz=true"
+        reason = "micro-batches have a fixed number of rows, so that nothing is packed"
+        yield from _switch(config, f"algorithm.dppo.packing.{name}", reason, way_out)
+    for made in cut_by_tokens.values():
         if packing.micro_batch_tokens is not None and packing.micro_batch_tokens > made.limit:
             reason = f"the engine takes {made.limit} tokens at most"
             way_out = f"raise {made.setting}, or give a smaller number, or null to use that"
