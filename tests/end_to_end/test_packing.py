@@ -8,6 +8,7 @@ import pytest
 from end_to_end.conftest import DPPO, PROMPTS, PRUNED
 
 from verl_dppo.cpu.demo import MODEL_FOLDER
+from verl_dppo.cpu.platform import share_of_cores
 from verl_dppo.packing import SequenceCost
 
 pytestmark = pytest.mark.end_to_end
@@ -97,17 +98,18 @@ def test_without_pruning_a_run_trains_and_reports_its_balance_and_density(balanc
     expected = {
         *(f"balance/{unit}_{kind}" for unit in ("mini_batch", "micro_step") for kind in ("cost", "tokens")),
         "balance/measured",
-        "balance/waited",
         "packing/density",
         "packing/micro_batches",
         "packing/padding_rows",
     }
+    if share_of_cores(2) == 1:
+        expected.add("balance/waited")
     for metrics in run.metrics:
         reported = {name.removeprefix("dppo/"): m for name, m in metrics.items() if name.startswith("dppo/")}
         assert set(reported) == expected, "a switched-off level reports something, or a figure is missing"
         assert all(m >= 1 for name, m in reported.items() if name.startswith("balance/") and "waited" not in name)
         assert 0 < reported["packing/density"] <= 1
-        assert 0 < reported["balance/waited"] < 1
+        assert 0 < reported.get("balance/waited", 0.5) < 1
         assert reported["packing/padding_rows"] == 0
 
 

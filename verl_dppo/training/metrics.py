@@ -128,22 +128,22 @@ def saved_time(
     }
 
 
-def rank_seconds(busy: Sequence[Sequence[float]], wall: Sequence[Sequence[float]]) -> dict[str, float]:
+def rank_seconds(busy: Sequence[Sequence[float]], wall: Sequence[Sequence[float]] | None) -> dict[str, float]:
     """Describe how evenly the ranks worked in an update.
 
     Args:
         busy: [rank][mini-batch], seconds of work.
-        wall: [rank][mini-batch], seconds, waiting for other ranks included.
+        wall: [rank][mini-batch], seconds, waiting for other ranks included; None where work is not counted in them.
 
     Returns:
-        `measured`: makespan over mean of the work, what `dppo/balance/mini_batch_cost` predicts. `waited`: the mean
-        share of its time that a rank waited.
+        `measured`: makespan over mean of the work, what `dppo/balance/mini_batch_cost` predicts. `waited`, with `wall`:
+        the mean share of its time that a rank waited.
     """
-    worked, took = np.array(busy), np.array(wall)
-    return {
-        "dppo/balance/measured": float(worked.max(axis=0).sum() / worked.mean(axis=0).sum()),
-        "dppo/balance/waited": float(1 - worked.sum() / took.sum()),
-    }
+    worked = np.array(busy)
+    figures = {"dppo/balance/measured": float(worked.max(axis=0).sum() / worked.mean(axis=0).sum())}
+    if wall is not None:
+        figures["dppo/balance/waited"] = float(1 - worked.sum() / np.sum(wall))
+    return figures
 
 
 def rename_metrics_of_kept_rows(metrics: dict[str, float]) -> None:

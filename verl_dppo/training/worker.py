@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
@@ -17,7 +18,8 @@ BUSY_SECONDS = "dppo_busy_seconds"
 """Metric of an update on CPUs: [data-parallel rank][mini-batch], processor seconds."""
 
 WALL_SECONDS = "dppo_wall_seconds"
-"""Metric of an update on CPUs: [data-parallel rank][mini-batch], seconds, waiting for other ranks included."""
+"""The same in seconds, waiting for other ranks included. Only where every rank has one thread: processor seconds are
+those of all threads."""
 
 
 class TimedTrainingWorker(TrainingWorker):
@@ -57,11 +59,12 @@ class DPPOWorker(ActorRolloutRefWorker):
             return output
         group = self.actor.engine.get_data_parallel_group()
         of_ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, self.actor.seconds, group=group)
+        dist.all_gather_object(of_ranks, (torch.get_num_threads(), self.actor.seconds), group=group)
         if output is not None:
+            names = (BUSY_SECONDS, WALL_SECONDS) if all(threads == 1 for threads, _ in of_ranks) else (BUSY_SECONDS,)
             seconds = {
-                name: [[of_mini_batch[k] for of_mini_batch in rank] for rank in of_ranks]
-                for k, name in enumerate((BUSY_SECONDS, WALL_SECONDS))
+                name: [[of_mini_batch[k] for of_mini_batch in rank] for _, rank in of_ranks]
+                for k, name in enumerate(names)
             }
             tu.assign_non_tensor(output, metrics={**tu.get(output, "metrics"), **seconds})
         return output
