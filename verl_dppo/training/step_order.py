@@ -58,8 +58,8 @@ class StepOrder:
         """Order the rows of a step, and write down which micro-batches they run in.
 
         Args:
-            batch: rows, padding included, in an order whose contiguous split gives each rank, and in it each
-                mini-batch, the same number of rows.
+            batch: rows, padding included, the same number in every mini-batch; where rows are not balanced, in an order
+                whose contiguous split gives each rank, and in it each mini-batch, its rows.
             mini_batch: (rows,) mini-batch of each row.
             ranks: data-parallel ranks of the actor.
             eos_token_id: token of padding rows.
@@ -146,7 +146,7 @@ def _cost(config: DictConfig, kind: str) -> SequenceCost:
         return SequenceCost.from_config(hf_config)
     except ValueError as error:
         if kind == AUTO:
-            logger.warning("sequences are balanced by their tokens: %s", error)
+            logger.warning("a sequence is taken to cost its tokens: %s", error)
             return SequenceCost.tokens()
         way_out = "set algorithm.dppo.balance.cost=tokens"
         raise refuse("algorithm.dppo.balance.cost", kind, str(error), way_out) from error

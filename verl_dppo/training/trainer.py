@@ -60,6 +60,7 @@ from verl_dppo.training.transform import (
     FullBatch,
     in_submission_order,
     keep_rows,
+    order_for_ranks,
     prune,
     put_columns,
     read_full_batch,
@@ -274,15 +275,16 @@ class DPPOTrainer(PPOTrainerSync):
         """Order a batch that is not pruned; its mini-batches are those that verl would cut."""
         rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         # In steps without an update (trainer.critic_warmup) verl does not fill the last mini-batch up.
-        return self._arrange(batch, metrics, 1 if len(batch) % rows else len(batch) // rows)
+        mini_batches = 1 if len(batch) % rows else len(batch) // rows
+        return self._arrange(batch, metrics, self._mini_batch_of_rows(len(batch), mini_batches))
 
-    def _arrange(self, batch: KVBatchMeta, metrics: dict, mini_batches: int) -> KVBatchMeta:
-        """Order the rows of a batch for ranks and micro-batches, whose mini-batches stand where verl cuts them."""
+    def _arrange(self, batch: KVBatchMeta, metrics: dict, mini_batch: NDArray[np.int64]) -> KVBatchMeta:
+        """Order the rows of a batch, of which these are the mini-batches, for ranks and micro-batches."""
         if self._order is None:
             return batch
         with marked_timer("dppo_order", self.timing_raw):
-            mini_batch, ranks = self._mini_batch_of_rows(len(batch), mini_batches), self._data_parallel_size()
-            batch, figures = self._order.arrange(batch, mini_batch, ranks, self.tokenizer.eos_token_id)
+            ranks, eos = self._data_parallel_size(), self.tokenizer.eos_token_id
+            batch, figures = self._order.arrange(batch, mini_batch, ranks, eos)
         metrics.update(figures)
         return batch
 
@@ -304,7 +306,7 @@ class DPPOTrainer(PPOTrainerSync):
         keep = self._budget.keep if self.dppo.completion.keep == AUTO else float(self.dppo.completion.keep)
         # A completion's term enters with its prompt's weight, which its own probability has to answer for.
         plan, tokens, size = self._plan(full, magnitude * prompts.weight, keep, prompts, prunes_completions)
-        kept, balance = prune(batch, plan, self._data_parallel_size(), self.tokenizer.eos_token_id)
+        kept, mini_batch = prune(batch, plan, self.tokenizer.eos_token_id)
         trained = np.zeros(len(batch), dtype=bool)
         trained[plan.kept] = True
         dropped = keep_rows(batch, np.flatnonzero(~trained))
@@ -314,8 +316,11 @@ class DPPOTrainer(PPOTrainerSync):
         figures = plan_metrics(full, plan, magnitude, prompts)
         row_of_key = {key: row for row, key in enumerate(batch.keys)}
         self._step = _Step(full, plan, magnitude, prompts, tokens, size, row_of_key, dropped, figures)
-        metrics.update(figures | balance)
-        kept = self._arrange(kept, metrics, len(plan.rows))
+        metrics.update(figures)
+        if not (self.dppo.orders and self.dppo.balance.enable):
+            metrics.update(order_for_ranks(kept, mini_batch, self._data_parallel_size()))
+            mini_batch = self._mini_batch_of_rows(len(kept), len(plan.rows))
+        kept = self._arrange(kept, metrics, mini_batch)
         if prunes_completions and self.dppo.completion.rule == "neyman":
             metrics["dppo/keep"] = keep
         return kept
@@ -618,7 +623,7 @@ def _around_update(worker_group: Any, rows: int | None, metrics: dict) -> Iterat
         output = of_verl(batch)
         of_workers = output["metrics"]
         if BUSY_SECONDS in of_workers:
-            metrics.update(rank_seconds(of_workers.pop(BUSY_SECONDS), of_workers.pop(WALL_SECONDS)))
+            metrics.update(rank_seconds(of_workers.pop(BUSY_SECONDS), of_workers.pop(WALL_SECONDS, None)))
         return output
 
     worker_group.update_actor = update_actor

@@ -258,28 +258,30 @@ def keep_rows(batch: KVBatchMeta, rows: NDArray[np.int64]) -> KVBatchMeta:
     )
 
 
-def prune(
-    batch: KVBatchMeta, plan: CompletionPlan, ranks: int, eos_token_id: int
-) -> tuple[KVBatchMeta, dict[str, float]]:
-    """Cut the batch down to the plan's rows, pad each mini-batch to the common size, and order rows for the ranks.
+def prune(batch: KVBatchMeta, plan: CompletionPlan, eos_token_id: int) -> tuple[KVBatchMeta, NDArray[np.int64]]:
+    """Cut the batch down to the plan's rows, and pad each mini-batch to the common size.
 
     Args:
         batch: the full batch, in the order that the plan was made for.
         plan: from `plan_completions`.
-        ranks: data-parallel ranks of the actor.
         eos_token_id: token of padding rows.
 
     Returns:
-        The new batch, and verl's metrics of its balance over ranks. Data of dropped rows is still in the queue.
+        The new batch, and (rows,) the mini-batch of each row. Data of dropped rows is still in the queue.
     """
     kept = append_padding(keep_rows(batch, plan.kept), sum(plan.padding), eos_token_id)
     mini_batch = np.concatenate(
         [np.full(r.size, k) for k, r in enumerate(plan.rows)] + [np.full(p, k) for k, p in enumerate(plan.padding)]
     )
-    tokens = [tag["seq_len"] for tag in kept.tags]
+    return kept, mini_batch
+
+
+def order_for_ranks(batch: KVBatchMeta, mini_batch: NDArray[np.int64], ranks: int) -> dict[str, float]:
+    """Order a batch in place for the ranks, by verl's own balance, and return verl's metrics; see `rank_order`."""
+    tokens = [tag["seq_len"] for tag in batch.tags]
     order, of_rank = rank_order(tokens, mini_batch, ranks)
-    kept.reorder(order)
-    return kept, log_seqlen_unbalance(tokens, of_rank, prefix="global_seqlen")
+    batch.reorder(order)
+    return log_seqlen_unbalance(tokens, of_rank, prefix="global_seqlen")
 
 
 def put_columns(batch: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
