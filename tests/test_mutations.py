@@ -52,25 +52,25 @@ MUTATIONS = {
         "verl_dppo/training/loss.py", ", global_batch_size=float(size[0])", "", ENUMERATION
     ),
     "the un-pruned token count, in the trainer": Mutation(
-        "verl_dppo/training/trainer.py",
+        "verl_dppo/training/completion_level.py",
         "        return plan, tokens, size\n",
         "        return plan, np.bincount(mini_batch, full.length * (plan.weight > 0)), size\n",
         WHAT_ARRIVES,
     ),
     "the un-pruned number of completions, in the trainer": Mutation(
-        "verl_dppo/training/trainer.py",
+        "verl_dppo/training/completion_level.py",
         "        return plan, tokens, size\n",
         "        return plan, tokens, np.bincount(mini_batch, plan.weight > 0).astype(np.float64)\n",
         WHAT_ARRIVES,
     ),
     "the weight of the prompt": Mutation(
-        "verl_dppo/training/trainer.py",
+        "verl_dppo/training/completion_level.py",
         "        plan = replace(plan, weight=plan.weight * prompts.weight)\n",
         "",
         BOTH_LEVELS,
     ),
     "the candidates that were skipped, in the denominators": Mutation(
-        "verl_dppo/training/trainer.py",
+        "verl_dppo/training/completion_level.py",
         "            drawn = prompts.drawn.astype(np.float64)\n",
         "            drawn = np.bincount(mini_batch[np.unique(full.group, return_index=True)[1]]).astype(np.float64)\n",
         BOTH_LEVELS,

@@ -259,6 +259,10 @@ class DPPOSettings:
     seed: int = 0
     """Seed of every draw. A draw depends on it and on the training step only, so that a resumed run repeats it."""
 
+    base_estimator: str | None = None
+    """With RayPPOTrainer, algorithm.adv_estimator=dppo: the estimator of the full groups' advantage; null: grpo. The
+    trainer sets both, from the estimator it is given."""
+
     completion: CompletionSettings = field(default_factory=CompletionSettings)
     """Pruning of completions."""
 
@@ -281,6 +285,8 @@ class DPPOSettings:
         if not 0 <= self.anneal_fraction <= 1:
             way_out = "give a share in [0, 1]; .125 is what InfoBatch uses"
             raise refuse("algorithm.dppo.anneal_fraction", self.anneal_fraction, "not a share of the steps", way_out)
+        if self.base_estimator is not None and not isinstance(self.base_estimator, str):
+            raise refuse("algorithm.dppo.base_estimator", self.base_estimator, "it is not a name", "give one, or null")
         _number("algorithm.dppo.seed", self.seed, int)
         if self.seed < 0:
             raise refuse("algorithm.dppo.seed", self.seed, "a seed cannot be negative", "give an integer >= 0")
@@ -304,6 +310,11 @@ class DPPOSettings:
     def orders(self) -> bool:
         """Whether rows are ordered or packed otherwise than by verl."""
         return self.enable and (self.packing.enable or self.balance.enable)
+
+    @property
+    def needs_own_worker(self) -> bool:
+        """Whether the actor's workers must be ours: they follow plans, and measure gradient norms."""
+        return self.orders or (self.prunes_completions and self.completion.probe_every is not None)
 
     def anneals(self, step: int, total_steps: int) -> bool:
         """Whether step 1, ..., total_steps of training belongs to the full batches at the end."""

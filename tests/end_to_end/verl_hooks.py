@@ -149,7 +149,9 @@ def log_plans(trainer):
     import numpy as np
     import transfer_queue as tq
 
-    read_full_batch, plan_completions = trainer.read_full_batch, trainer.plan_completions
+    from verl_dppo.training import completion_level
+
+    read_full_batch, plan_completions = trainer.read_full_batch, completion_level.plan_completions
     sequences = []
 
     def plain(value):
@@ -173,7 +175,7 @@ def log_plans(trainer):
             file.write(json.dumps(line) + "\n")
         return made
 
-    trainer.read_full_batch, trainer.plan_completions = read, plan
+    trainer.read_full_batch, completion_level.plan_completions = read, plan
 
 
 def log_prompts(prompt_level):
@@ -223,6 +225,8 @@ def log_prompts(prompt_level):
 
 
 def log_phases(trainer):
+    from verl_dppo.training import hooks
+
     now = {"step": 0}
 
     def write(phase):
@@ -249,8 +253,8 @@ def log_phases(trainer):
     entering(cls, "_fetch_one_gen_batch", "draw", left="rollout")
     entering(cls, "_balance_batch", "reward is known", left="log-probs")
     entering(cls, "_update_actor", "update", left="between update and save")
-    entering(trainer.PromptLevel, "save", "save: history")
-    entering(trainer, "save_state", "save: state")
+    entering(hooks.PromptLevel, "save", "save: history")
+    entering(hooks, "save_state", "save: state")
     entering(trainer.PPOTrainerSync, "_save_checkpoint", "save: weights", left="save: done")
     entering(cls, "_compute_metrics", "report")
 

@@ -9,7 +9,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
 from verl_dppo.training import transform
-from verl_dppo.training.transform import FullBatch
+from verl_dppo.training.full_batch import FullBatch
 
 
 def jagged(rows) -> torch.Tensor:

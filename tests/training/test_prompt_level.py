@@ -10,8 +10,8 @@ from training.demo_rows import as_verl, demo_rows
 from verl.trainer.ppo.utils import create_rl_sampler
 
 from verl_dppo.settings import DPPOSettings
+from verl_dppo.training.full_batch import FullBatch
 from verl_dppo.training.prompt_level import HISTORY_FILE, PromptLevel, PromptsOfRows
-from verl_dppo.training.transform import FullBatch
 
 COMPLETIONS = 4
 

@@ -11,16 +11,10 @@ from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 from verl_dppo.pruning import CompletionPlan, variance_inflation
+from verl_dppo.training.full_batch import has_advantage, row_sums, usual_where_not_finite
 from verl_dppo.training.metrics import over_drawn_prompts, plan_metrics, saved_time
 from verl_dppo.training.prompt_level import PromptsOfRows
-from verl_dppo.training.transform import (
-    _tiny_padding,
-    has_advantage,
-    in_submission_order,
-    rank_order,
-    row_sums,
-    usual_where_not_finite,
-)
+from verl_dppo.training.transform import _tiny_padding, in_submission_order, rank_order
 
 
 def test_rows_come_in_the_order_of_submission_session_and_output():
@@ -171,7 +165,20 @@ def test_figures_of_a_draw_of_both_levels_by_hand(monkeypatch):
 @pytest.mark.parametrize("first", ["", "import verl; "])
 @pytest.mark.parametrize(
     "module",
-    ["transform", "metrics", "loss", "advantage", "probe", "prompt_level", "state", "refusals", "trainer"],
+    [
+        "transform",
+        "full_batch",
+        "completion_level",
+        "hooks",
+        "metrics",
+        "loss",
+        "advantage",
+        "probe",
+        "prompt_level",
+        "state",
+        "refusals",
+        "trainer",
+    ],
 )
 def test_any_module_may_be_what_imports_verls_trainers(module, first):
     end = "from verl.trainer.ppo.v1 import get_trainer_cls; get_trainer_cls('dppo'); print(plugin.failures)"

@@ -9,7 +9,7 @@ import pytest
 from training.two_levels_run import Cell, Found, Run, enumerate_steps, every_update
 
 from verl_dppo.pruning import plan_completions
-from verl_dppo.training import trainer as trainer_module
+from verl_dppo.training import completion_level
 from verl_dppo.training.prompt_level import PromptLevel
 
 BOUND = 1e-10
@@ -136,9 +136,9 @@ def test_where_prompts_were_drawn_each_mini_batch_has_rows_and_magnitudes_of_its
         calls.append(named["own_rows"])
         return plan_completions(*arguments, **named)
 
-    monkeypatch.setattr(trainer_module, "plan_completions", planned)
+    monkeypatch.setattr(completion_level, "plan_completions", planned)
     run = Run(dataclasses.replace(CELLS["refill, 2 mini-batches"][0], completions=0.5, terms=True), monkeypatch)
-    magnitude, parts = run.trainer._magnitude, []
+    magnitude, parts = run.trainer._completions.magnitude, []
 
     def measured(full, part):
         found = magnitude(full, part)
@@ -147,7 +147,7 @@ def test_where_prompts_were_drawn_each_mini_batch_has_rows_and_magnitudes_of_its
         parts.append(np.unique(part).size > 1)
         return found
 
-    run.trainer._magnitude = measured
+    run.trainer._completions.magnitude = measured
     node = run.start()
     for number in (1, 2, 3):
         seed = np.random.default_rng(number)

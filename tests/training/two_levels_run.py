@@ -25,7 +25,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils import losses
 
 from verl_dppo import plugin
-from verl_dppo.pruning import KeepController, NormRecord, PromptPlan
+from verl_dppo.pruning import PromptPlan
 from verl_dppo.training import trainer as trainer_module
 from verl_dppo.training.loss import EXACT_AGG_MODES, dppo_loss
 from verl_dppo.training.prompt_level import FORGETTING, PromptLevel
@@ -277,16 +277,16 @@ class Run:
 
     def _trainer(self) -> DPPOTrainer:
         trainer = object.__new__(DPPOTrainer)
-        trainer.config, trainer.dppo = self.config, check_run(self.config)
+        trainer.config = self.config
+        trainer.begin_run(check_run(self.config))
         trainer.total_training_steps, trainer.local_trigger_step = 0, 0
-        trainer._submitted, trainer._step, trainer._weighted = {}, None, False
-        trainer._budget, trainer._norms = KeepController(), NormRecord()
+        trainer._submitted = {}
         trainer._order = StepOrder(trainer.dppo, self.config)
         trainer.trainer_mode, trainer.timing_raw, trainer.train_dataloader_it = "sync", {}, None
         trainer.tokenizer = SimpleNamespace(eos_token_id=0)
         trainer.actor_rollout_wg = self.worker
         trainer.agent_loop_manager = SimpleNamespace(generate_sequences=self._submit)
-        trainer._remembered, trainer.train_dataset = {}, Rows(self.cell.contents)
+        trainer.train_dataset = Rows(self.cell.contents)
         trainer._init_dataloader()
         return trainer
 

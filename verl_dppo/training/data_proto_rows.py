@@ -18,15 +18,20 @@ def lengths(batch: DataProto) -> NDArray[np.int64]:
     Raises:
         ValueError: the batch has neither nested `input_ids` nor an `attention_mask`.
     """
+    tokens = counted_tokens(batch)
+    if tokens is None:
+        present = [] if batch.batch is None else list(batch.batch.keys())
+        raise ValueError(f"the batch has no attention_mask, nor nested input_ids, to count; its tensors: {present}")
+    return tokens
+
+
+def counted_tokens(batch: DataProto) -> NDArray[np.int64] | None:
+    """Return what `lengths` does, or None where nothing tells."""
     columns = {} if batch.batch is None else batch.batch
     ids, mask = columns.get("input_ids", None), columns.get("attention_mask", None)
     if ids is not None and ids.is_nested:
         return jagged_bounds(ids)[1].cpu().numpy().astype(np.int64)
-    if mask is None:
-        raise ValueError(
-            f"the batch has no attention_mask, nor nested input_ids, to count; its tensors: {[*columns.keys()]}"
-        )
-    return mask.flatten(1).sum(-1).cpu().numpy().astype(np.int64)
+    return None if mask is None else mask.flatten(1).sum(-1).cpu().numpy().astype(np.int64)
 
 
 def select_rows(batch: DataProto, rows: ArrayLike) -> DataProto:

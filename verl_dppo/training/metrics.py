@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_dppo.pruning import CompletionPlan, variance_inflation
+from verl_dppo.training.full_batch import FullBatch
 from verl_dppo.training.prompt_level import PromptsOfRows
-from verl_dppo.training.transform import FullBatch
 
 # Over trained-on rows only, and not to be had for the rest, whose log-probs were never computed.
 OF_KEPT_ROWS = ("actor/entropy",)

@@ -65,6 +65,12 @@ def select(config: DictConfig, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def base_estimator(config: DictConfig) -> str:
+    """Return the estimator of the full groups' advantage; `dppo` stands for what is recorded as its base."""
+    named = str(select(config, "algorithm.adv_estimator"))
+    return str(select(config, "algorithm.dppo.base_estimator", "grpo")) if named == "dppo" else named
+
+
 def data_parallel_ranks(config: DictConfig, role: str = ACTOR) -> int:
     """Return the number of data-parallel ranks that the configuration asks for.
 

@@ -26,9 +26,9 @@ from verl_dppo.pruning import (
     skipped_energy,
 )
 from verl_dppo.settings import AUTO, DPPOSettings
+from verl_dppo.training.full_batch import FullBatch
 from verl_dppo.training.prompt_ids import fingerprint, prompt_ids
 from verl_dppo.training.row_loader import RowLoader
-from verl_dppo.training.transform import FullBatch
 
 HISTORY_FILE = "dppo_prompts.npz"
 ROLLOUT_N = "__rollout_n__"
@@ -109,6 +109,7 @@ class PromptLevel:
         config: DictConfig,
         dataset: Any,
         next_pass: Callable[[], NDArray[np.int64]],
+        collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     ) -> None:
         """Name the prompts of the data set.
 
@@ -117,6 +118,7 @@ class PromptLevel:
             config: verl's composed configuration.
             dataset: of training prompts.
             next_pass: the order of the rows in each pass; see `PromptStream`.
+            collate: makes columns of rows; None: verl's own function.
 
         Raises:
             RefusedSettingError: prompts that cannot be named; see `prompt_ids`.
@@ -128,7 +130,7 @@ class PromptLevel:
         self.epochs, self.group_size = int(config.trainer.total_epochs), int(config.actor_rollout_ref.rollout.n)
         self.ids = prompt_ids(dataset, config.data, self.settings.id_column)
         self.stream = PromptStream(len(self.ids), next_pass, fingerprint(self.ids))
-        self.loader = RowLoader(dataset, int(config.data.get("dataloader_num_workers", 0)))
+        self.loader = RowLoader(dataset, int(config.data.get("dataloader_num_workers", 0)), collate)
         self.history = PromptHistory(self.settings.forgetting)
         self.controller = PromptKeepController()
         self.submission: Submission | None = None

@@ -1,6 +1,6 @@
 """Loading the rows that a step samples, whichever they are, with the workers of torch's loader."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,25 @@ class _Chunks:
 class RowLoader:
     """Fetches rows of a data set by their numbers. Workers are started at the first fetch and kept."""
 
-    def __init__(self, dataset: Dataset, workers: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        workers: int,
+        collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+    ) -> None:
         """Prepare for a data set.
 
         Args:
             dataset: with items as verl's `collate_fn` takes them.
             workers: processes that load; with 0 this one does.
+            collate: makes columns of items; None: verl's `collate_fn`.
         """
         self._chunks, self._workers = _Chunks(), workers
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._chunks,
             num_workers=workers,
-            collate_fn=collate_fn,
+            collate_fn=collate or collate_fn,
             persistent_workers=workers > 0,
         )
 

@@ -2,6 +2,9 @@
 driver."""
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +21,24 @@ from verl_dppo.training.passes import UPDATE, passes
 from verl_dppo.training.transform import PADDING_TOKENS, append_padding, put_columns
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The order of a step's m rows.
+
+    Attributes:
+        row: (m,) int64 the rows in their order; numbers past the last row stand for padding rows that are still to be
+            appended.
+        padding_rows: how many these are.
+        columns: for workers to follow, each (m,) int64 in the new order.
+        metrics: `dppo/balance/*`, `dppo/packing/*`, and verl's own of the order.
+    """
+
+    row: NDArray[np.int64]
+    padding_rows: int
+    columns: dict[str, torch.Tensor]
+    metrics: dict[str, float]
 
 
 class StepOrder:
@@ -55,11 +76,10 @@ class StepOrder:
     def arrange(
         self, batch: KVBatchMeta, mini_batch: NDArray[np.int64], ranks: int, eos_token_id: int
     ) -> tuple[KVBatchMeta, dict[str, float]]:
-        """Order the rows of a step, and write down which micro-batches they run in.
+        """Order the rows of a step of verl's v1 trainer, and write down which micro-batches they run in.
 
         Args:
-            batch: rows, padding included, the same number in every mini-batch; where rows are not balanced, in an order
-                whose contiguous split gives each rank, and in it each mini-batch, its rows.
+            batch: rows; see `plan`.
             mini_batch: (rows,) mini-batch of each row.
             ranks: data-parallel ranks of the actor.
             eos_token_id: token of padding rows.
@@ -70,26 +90,52 @@ class StepOrder:
         Raises:
             RefusedSettingError: a row with more tokens than a micro-batch may have.
         """
-        length = _lengths(batch)
-        self._check_longest(length, batch.keys)
-        plan = self._plan(length, mini_batch, ranks)
-        rows = plan.row.copy()
-        rows[rows == PADDING] = len(batch) + np.arange(plan.padding_rows)
-        batch = append_padding(batch, plan.padding_rows, eos_token_id)
-        batch.reorder(rows.tolist())
-        metrics = self._figures(plan, batch)
-        if self.balance.enable:
-            of_rank = [part.tolist() for part in np.array_split(np.arange(len(batch)), ranks)]
-            metrics.update(log_seqlen_unbalance(plan.length.tolist(), of_rank, prefix="global_seqlen"))
-        columns = self._columns(plan)
-        return (put_columns(batch, columns) if columns else batch), metrics
+        length = np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
+        idle = np.array([tag.get("is_padding", False) for tag in batch.tags])
+        made = self.plan(length, idle, batch.keys, mini_batch, ranks)
+        batch = append_padding(batch, made.padding_rows, eos_token_id)
+        batch.reorder(made.row.tolist())
+        return (put_columns(batch, made.columns) if made.columns else batch), made.metrics
 
-    def _check_longest(self, length: NDArray[np.int64], keys: list[str]) -> None:
+    def plan(
+        self,
+        length: NDArray[np.int64],
+        idle: NDArray[np.bool_],
+        names: Sequence[Any],
+        mini_batch: NDArray[np.int64],
+        ranks: int,
+    ) -> Arrangement:
+        """Decide the order of the rows of a step, and which micro-batches they run in.
+
+        Args:
+            length: (rows,) tokens. Rows, idle ones included, are the same number in every mini-batch; where rows are
+                not balanced, they come in an order whose contiguous split gives each rank, and in it each mini-batch,
+                its rows.
+            idle: (rows,) bool, whether a row is there only to fill up.
+            names: (rows,) by which an error names them.
+            mini_batch: (rows,) mini-batch of each row.
+            ranks: data-parallel ranks of the actor.
+
+        Raises:
+            RefusedSettingError: a row with more tokens than a micro-batch may have.
+        """
+        self._check_longest(length, names)
+        plan = self._plan(length, mini_batch, ranks)
+        row = plan.row.copy()
+        row[row == PADDING] = length.size + np.arange(plan.padding_rows)
+        idle = np.concatenate([idle, np.ones(plan.padding_rows, dtype=bool)])[row]
+        metrics = self._figures(plan, idle)
+        if self.balance.enable:
+            of_rank = [part.tolist() for part in np.array_split(np.arange(row.size), ranks)]
+            metrics.update(log_seqlen_unbalance(plan.length.tolist(), of_rank, prefix="global_seqlen"))
+        return Arrangement(row, plan.padding_rows, self._columns(plan), metrics)
+
+    def _check_longest(self, length: NDArray[np.int64], names: Sequence[Any]) -> None:
         longest = int(length.argmax())
         for one in self.passes.values():
             if length[longest] > one.capacity:
                 reason = (
-                    f"the sequence {keys[longest]} has {length[longest]} tokens, and a micro-batch "
+                    f"the sequence {names[longest]} has {length[longest]} tokens, and a micro-batch "
                     f"{one.capacity} at most"
                 )
                 way_out = "raise it, shorten data.max_prompt_length or data.max_response_length"
@@ -114,25 +160,20 @@ class StepOrder:
             columns[COLUMNS[name]] = encode(cut.mini_batch, cut.micro_batch)
         return columns
 
-    def _figures(self, plan: Schedule, batch: KVBatchMeta) -> dict[str, float]:
+    def _figures(self, plan: Schedule, idle: NDArray[np.bool_]) -> dict[str, float]:
         figures = {
             "balance/mini_batch_cost": imbalance(plan, plan.cost, of_micro_steps=False),
             "balance/mini_batch_tokens": imbalance(plan, plan.length, of_micro_steps=False),
         }
         if UPDATE in self.passes:
-            padding = np.array([tag.get("is_padding", False) for tag in batch.tags])
             figures |= {
                 "balance/micro_step_cost": imbalance(plan, plan.cost, of_micro_steps=True),
                 "balance/micro_step_tokens": imbalance(plan, plan.length, of_micro_steps=True),
-                "packing/density": plan.density(plan.length[~padding].sum()),
+                "packing/density": plan.density(plan.length[~idle].sum()),
                 "packing/micro_batches": float(plan.micro_batches.sum()),
-                "packing/padding_rows": float(padding.sum()),
+                "packing/padding_rows": float(idle.sum()),
             }
         return {f"dppo/{name}": value for name, value in figures.items()}
-
-
-def _lengths(batch: KVBatchMeta) -> NDArray[np.int64]:
-    return np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
 
 
 def _cost(config: DictConfig, kind: str) -> SequenceCost:
