@@ -16,6 +16,7 @@ from verl.protocol import DataProto
 from verl_dppo.pruning import CompletionPlan
 from verl_dppo.training.data_proto_rows import (
     aligned_rows,
+    counted_tokens,
     has_column,
     jagged_bounds,
     lengths,
@@ -105,10 +106,10 @@ def prune_data_proto(batch: DataProto, plan: CompletionPlan) -> DataProto:
 def _rows_and_idle(batch: DataProto, rows: NDArray[np.int64], count: int) -> DataProto:
     """Return the batch of these rows and of `count` idle ones behind them; see `append_idle_rows`."""
     rows, n = row_index(batch, rows), len(rows)
+    if count == 0:
+        return select_rows(batch, rows)
     template, is_text = _cheapest(batch, rows)
     extended = select_rows(batch, np.append(rows, np.full(count, template)))
-    if count == 0:
-        return extended
     _name_idle_rows(extended, n, set(objects_of(batch, "uid") or []))
     if extended.batch is None:
         return extended
@@ -122,8 +123,9 @@ def _rows_and_idle(batch: DataProto, rows: NDArray[np.int64], count: int) -> Dat
         columns[MINI_BATCH][n:] = _levelling(columns[MINI_BATCH][:n], count)
     if is_text and _is_padded(columns):
         _attend_to_two_tokens(columns, n)
-    if extended.meta_info.get("global_token_num") is not None:
-        extended.meta_info["global_token_num"][n:] = lengths(extended)[n:].tolist()
+    tokens = counted_tokens(extended)
+    if tokens is not None and extended.meta_info.get("global_token_num") is not None:
+        extended.meta_info["global_token_num"][n:] = tokens[n:].tolist()
     return extended
 
 
@@ -132,9 +134,9 @@ def _cheapest(batch: DataProto, rows: NDArray[np.int64]) -> tuple[int, bool]:
     inputs = objects_of(batch, "multi_modal_inputs") or [None] * len(batch)
     text = np.array([not inputs[row] for row in rows])
     among = rows[text] if text.any() else rows
-    countable = has_column(batch, "attention_mask") or has_column(batch, "input_ids")
-    tokens = lengths(batch) if countable else np.zeros(len(batch))
-    return int(among[np.argmin(tokens[among])]), bool(text.any())
+    tokens = counted_tokens(batch)
+    cheapest = among[0] if tokens is None else among[np.argmin(tokens[among])]
+    return int(cheapest), bool(text.any())
 
 
 def _name_idle_rows(batch: DataProto, kept: int, taken: set[Any]) -> None:
