@@ -312,6 +312,12 @@ def test_nested_positions_of_four_axes_follow_their_rows(nest, pickled):
     assert [row.tolist() for row in found.unbind()] == [rows[i].tolist() for i in (2, 0, 2)]
 
 
+def test_where_tokens_are_as_many_as_axes_the_ragged_dimension_is_what_the_tensor_says():
+    rows = rope([3, 1])
+    found = select_rows(proto({"position_ids": tu.nested_tensor_from_tensor_list(rows)}), [1, 0])
+    assert [row.tolist() for row in found.batch["position_ids"].unbind()] == [rows[1].tolist(), rows[0].tolist()]
+
+
 def test_a_nested_view_with_holes_follows_its_rows():
     base = torch.arange(12).view(3, 4)
     view = torch.nested.narrow(base, 1, torch.tensor([1, 0, 2]), torch.tensor([2, 4, 1]), layout=torch.jagged)
