@@ -40,7 +40,15 @@ def _enable_cpu_mode() -> None:
         import_module("verl_dppo.cpu").enable()
 
 
+def _take_the_place_of_ray_ppo_trainer(main_ppo_v0: ModuleType) -> None:
+    def install() -> None:
+        import_module("verl_dppo.training.classic_entry").install(main_ppo_v0)
+
+    _attempt("trainer dppo with trainer.use_v1=false", install)
+
+
 _attempt("CPU mode", _enable_cpu_mode)
 _attempt("algorithm=dppo", lambda: import_module("verl_dppo.training.hydra_source").register())
 _import_when("verl.trainer.ppo.core_algos", "verl_dppo.training.advantage", "advantage estimator dppo")
 _import_when("verl.trainer.ppo.v1", "verl_dppo.training.trainer", "trainer dppo")
+when_imported("verl.trainer.main_ppo_v0", _take_the_place_of_ray_ppo_trainer)

@@ -1,8 +1,9 @@
-"""The advantage estimator registered as `dppo`: GRPO's, with the statistics of the FULL group, also after pruning.
+"""The advantage estimator registered as `dppo`: that of the FULL group, also after pruning.
 
-verl's v1 trainer does not use it: v1 knows several trajectories per session under the name `grpo` only, and the DPPO
-trainer computes the advantage before it prunes. It serves RayPPOTrainer and training loops of your own, which compute
-advantages from what is left of a group: call `remember_full_groups` before you drop rows.
+Trainers that compute advantages from what is left of a group need it: DPPORayPPOTrainer, which tells it the advantage
+of every survivor, and training loops of your own, which call `remember_full_groups` before they drop rows and get
+GRPO's. verl's v1 trainer does not use it: v1 knows several trajectories per session under the name `grpo` only, and
+the DPPO trainer puts the advantages back itself.
 """
 
 from collections.abc import Hashable, Sequence
@@ -12,6 +13,28 @@ import torch
 from verl.trainer.ppo.core_algos import register_adv_est
 
 _full_groups: dict[Hashable, tuple[float, float]] = {}
+_survivors: tuple[list[Hashable], torch.Tensor] | None = None
+
+
+def remember_survivors(advantage: torch.Tensor, index: Sequence[Hashable]) -> None:
+    """Keep the advantage of each row that is left, in place of what was kept of the step before.
+
+    Args:
+        advantage: (rows, response_length) in the full group, in the order in which the rows are trained on.
+        index: (rows,) the group of each row.
+    """
+    global _survivors
+    if len(index) != len(advantage):
+        raise ValueError(f"{len(index)} group labels for {len(advantage)} rows of advantages")
+    _full_groups.clear()
+    _survivors = list(index), advantage
+
+
+def forget_full_groups() -> None:
+    """Keep nothing: until something is remembered again, the estimator raises."""
+    global _survivors
+    _full_groups.clear()
+    _survivors = None
 
 
 def remember_full_groups(token_level_rewards: torch.Tensor, index: Sequence[Hashable]) -> None:
@@ -23,11 +46,11 @@ def remember_full_groups(token_level_rewards: torch.Tensor, index: Sequence[Hash
     """
     if len(index) != len(token_level_rewards):
         raise ValueError(f"{len(index)} group labels for {len(token_level_rewards)} rows of rewards")
+    forget_full_groups()
     scores = token_level_rewards.sum(-1).to(torch.float64)
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(index):
         members.setdefault(group, []).append(row)
-    _full_groups.clear()
     for group, rows in members.items():
         own = scores[rows]
         # A group of one is scored as in verl's GRPO: mean 0 and deviation 1.
@@ -43,7 +66,10 @@ def compute_dppo_advantage(
     epsilon: float = 1e-6,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (R - mean) / (std + epsilon) with the mean and std of the full group, on every response token.
+    """Return the advantages of the full groups, on every response token.
+
+    They are those that were remembered of these very rows, or (R - mean) / (std + epsilon) with the mean and standard
+    deviation that were remembered of their groups.
 
     Args:
         token_level_rewards: (n, response_length) of the rows that are left.
@@ -56,13 +82,24 @@ def compute_dppo_advantage(
         Advantages and returns, both (n, response_length).
 
     Raises:
-        RuntimeError: a group that `remember_full_groups` has not seen in this step.
+        RuntimeError: rows, or a group, of which nothing was remembered in this step.
     """
+    if _survivors is not None:
+        remembered, advantage = _survivors
+        if remembered != list(index) or advantage.shape != response_mask.shape:
+            raise RuntimeError(
+                "adv_estimator=dppo knows the advantages of the rows that DPPO kept, in their order, and these are "
+                "others: rows must neither be dropped nor reordered between `_balance_batch` and the advantage"
+            )
+        advantage = advantage.to(token_level_rewards)
+        return advantage, advantage.clone()
     unseen = [group for group in index if group not in _full_groups]
     if unseen:
         raise RuntimeError(
-            f"adv_estimator=dppo has no full-group statistics for group {unseen[0]!r} and {len(unseen) - 1} more: call "
-            "verl_dppo.training.advantage.remember_full_groups on the full batch before rows are dropped"
+            f"adv_estimator=dppo has no full-group statistics for group {unseen[0]!r} and {len(unseen) - 1} more: with "
+            "DPPORayPPOTrainer its `_balance_batch` must run in every step (trainer.balance_batch=true, and `super()` "
+            "where it is overridden); in a loop of your own call verl_dppo.training.advantage.remember_full_groups on "
+            "the full batch before rows are dropped"
         )
     mean = torch.tensor([_full_groups[group][0] for group in index], device=token_level_rewards.device)
     std = torch.tensor([_full_groups[group][1] for group in index], device=token_level_rewards.device)

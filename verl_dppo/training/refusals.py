@@ -17,6 +17,7 @@ from verl_dppo.training.passes import (
     ACTOR,
     REFERENCE,
     ROLLOUT,
+    base_estimator,
     data_parallel_ranks,
     passes,
     rows_multiple,
@@ -53,10 +54,17 @@ def _switch(config: DictConfig, name: str, reason: str, way_out: str) -> Iterato
         yield refuse(name, value, reason, way_out)
 
 
-def _of_the_entry(config: DictConfig) -> Iterator[RefusedSettingError]:
-    if not select(config, "trainer.use_v1", True):
-        reason = "the deprecated RayPPOTrainer would train plain GRPO without a word"
-        yield refuse("trainer.use_v1", False, reason, "leave it true")
+def _of_the_entry(config: DictConfig, uses_v1: bool) -> Iterator[RefusedSettingError]:
+    yield from _of_v1(config) if uses_v1 else _of_ray_ppo_trainer(config)
+    way_out = "set critic.enable=false"
+    if select(config, "critic.enable") is None and select(config, "algorithm.adv_estimator") == "gae":
+        reason = "this estimator trains a critic, whose batches DPPO does not order"
+        yield refuse("algorithm.adv_estimator", "gae", reason, "use another estimator, or the trainer sync")
+    yield from _switch(config, "critic.enable", "DPPO prunes and orders what a critic would train on", way_out)
+    yield from _of_the_engine(config)
+
+
+def _of_v1(config: DictConfig) -> Iterator[RefusedSettingError]:
     mode = select(config, "trainer.v1.trainer_mode")
     if mode != "dppo":
         reason = f"the {mode} trainer would train plain GRPO without a word"
@@ -67,12 +75,27 @@ def _of_the_entry(config: DictConfig) -> Iterator[RefusedSettingError]:
     if updates != 1:
         reason = "a step would hold several batches, of which the metrics would describe the last"
         yield refuse("trainer.v1.sync.parameter_sync_step", updates, reason, "leave it at 1")
-    way_out = "set critic.enable=false"
-    if select(config, "critic.enable") is None and select(config, "algorithm.adv_estimator") == "gae":
-        reason = "this estimator trains a critic, whose batches DPPO does not order"
-        yield refuse("algorithm.adv_estimator", "gae", reason, "use another estimator, or the trainer sync")
-    yield from _switch(config, "critic.enable", "DPPO prunes and orders what a critic would train on", way_out)
-    yield from _of_the_engine(config)
+    reason, way_out = "the v1 trainer takes algorithm.adv_estimator itself", "leave it null, and set that"
+    yield from _switch(config, "algorithm.dppo.base_estimator", reason, way_out)
+
+
+def _of_ray_ppo_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
+    if not select(config, "trainer.balance_batch", False):
+        reason = "RayPPOTrainer hands out its batch, to be pruned and ordered, only where it balances it"
+        yield refuse("trainer.balance_batch", False, reason, "set it to true")
+    model = "reward.reward_model"
+    if select(config, f"{model}.enable", False) and not select(config, f"{model}.enable_resource_pool", False):
+        reason = "a reward model on the actor's devices scores after RayPPOTrainer has balanced the batch"
+        way_out = f"set {model}.enable_resource_pool=true, or use the v1 trainer (trainer.use_v1=true)"
+        yield refuse(f"{model}.enable_resource_pool", False, reason, way_out)
+    warmup = int(select(config, "trainer.critic_warmup", 0))
+    if warmup:
+        reason = "without a critic these steps sample, and train nothing"
+        yield refuse("trainer.critic_warmup", warmup, reason, "leave it at 0")
+    estimator, base = (select(config, f"algorithm.{name}") for name in ("adv_estimator", "dppo.base_estimator"))
+    if base is not None and estimator not in ("dppo", base):
+        reason = f"algorithm.adv_estimator={estimator} names another one"
+        yield refuse("algorithm.dppo.base_estimator", base, reason, "leave it null")
 
 
 def _of_the_engine(config: DictConfig) -> Iterator[RefusedSettingError]:
@@ -85,8 +108,8 @@ def _of_the_engine(config: DictConfig) -> Iterator[RefusedSettingError]:
         yield from _switch(config, setting, untested, f"set {setting}={off}")
 
 
-def _of_the_advantage(config: DictConfig) -> Iterator[RefusedSettingError]:
-    estimator = select(config, "algorithm.adv_estimator")
+def _of_the_advantage(config: DictConfig, uses_v1: bool) -> Iterator[RefusedSettingError]:
+    estimator = base_estimator(config) if not uses_v1 else select(config, "algorithm.adv_estimator")
     if estimator not in EXACT_ESTIMATORS:
         reason = (
             "pruning is exact where a completion has one advantage, which is 0 where its group's rewards are equal and "
@@ -181,20 +204,36 @@ def _of_the_batch(config: DictConfig, prunes: bool) -> Iterator[RefusedSettingEr
         yield refuse(f"{ACTOR}.ppo_mini_batch_size", mini, reason, way_out)
 
 
-def _of_the_prompts(config: DictConfig) -> Iterator[RefusedSettingError]:
+def _of_the_prompts(config: DictConfig, uses_v1: bool) -> Iterator[RefusedSettingError]:
     way_out = "set algorithm.dppo.prompt.enable=false; completions are then pruned as before"
     drawn = "how many prompts it draws depends on their rollouts, so that no prompt has an exact weight"
     yield from _switch(config, "algorithm.filter_groups.enable", f"dynamic sampling: {drawn}", way_out)
     yield from _switch(config, "trainer.v1.sampler.sync_refill_failed_groups", drawn, f"leave it false, or {way_out}")
     replayed = "rollouts from a file belong to prompts that this run did not draw"
-    yield from _switch(config, "skip.rollout_tq.enable", replayed, way_out)
-    if select(config, "algorithm.adv_estimator") == "gpg":
+    yield from _switch(config, "skip.rollout_tq.enable" if uses_v1 else "skip.rollout.enable", replayed, way_out)
+    if base_estimator(config) == "gpg":
         reason = "it scales advantages by a count over the whole batch, in which the skipped prompts are missing"
         yield refuse("algorithm.adv_estimator", "gpg", reason, f"use another estimator, or {way_out}")
     fetched, prompts = select(config, "data.gen_batch_size"), int(config.data.train_batch_size)
     if fetched not in (None, prompts):
         reason = "a step draws all its prompts at once"
         yield refuse("data.gen_batch_size", fetched, reason, f"leave it null, or {way_out}")
+    if not uses_v1:
+        yield from _of_agent_loop_workers(config)
+
+
+def _of_agent_loop_workers(config: DictConfig) -> Iterator[RefusedSettingError]:
+    """Refuse numbers of completions that RayPPOTrainer could not split over its agent loop workers."""
+    schedule = "algorithm.dppo.prompt.schedule"
+    mini_batches = int(config.data.train_batch_size) // int(select(config, f"{ACTOR}.ppo_mini_batch_size"))
+    kept, workers = (
+        mini_batches * int(select(config, f"{ROLLOUT}.n", 1)),
+        int(select(config, f"{ROLLOUT}.agent.num_workers", 1)),
+    )
+    if select(config, schedule) == "shrink" and kept % workers:
+        reason = f"kept completions come in multiples of {kept}, and RayPPOTrainer splits them over {workers} workers"
+        way_out = f"use refill, or make {ROLLOUT}.agent.num_workers a divisor of {kept}"
+        yield refuse(schedule, "shrink", reason, way_out)
 
 
 def _of_the_packing(config: DictConfig, packing: PackingSettings) -> Iterator[RefusedSettingError]:
@@ -223,21 +262,27 @@ def check_verl_version(installed: str) -> None:
         raise refuse("verl", installed, reason, f"pip install 'verl{SUPPORTED_VERL}'")
 
 
-def check_run(config: DictConfig) -> DPPOSettings:
+def check_run(config: DictConfig, uses_v1: bool | None = None) -> DPPOSettings:
     """Check a composed configuration and return its settings; with DPPO off nothing but the settings is checked.
+
+    Args:
+        config: verl's.
+        uses_v1: whether verl's v1 trainer runs it, or RayPPOTrainer; None: as `trainer.use_v1` says.
 
     Raises:
         RefusedSettingError: with one line for each thing that is refused.
     """
     settings = settings_of(config)
+    if uses_v1 is None:
+        uses_v1 = bool(select(config, "trainer.use_v1", True))
     check_verl_version(version("verl"))
     check_plugin()
     if settings.prunes or settings.orders:
-        found = [*_of_the_entry(config), *_of_the_batch(config, settings.prunes)]
+        found = [*_of_the_entry(config, uses_v1), *_of_the_batch(config, settings.prunes)]
         if settings.prunes:
-            found += [*_of_the_advantage(config), *_of_the_loss(config)]
+            found += [*_of_the_advantage(config, uses_v1), *_of_the_loss(config)]
         if settings.prunes_prompts:
-            found += _of_the_prompts(config)
+            found += _of_the_prompts(config, uses_v1)
         if not found:
             found += _of_the_packing(config, settings.packing)
         if found:
@@ -271,6 +316,22 @@ def check_entry_point(task_function: Any) -> None:
         raise refuse("entry point", module, reason, "use python -m verl.trainer.main_ppo")
 
 
+def check_substitution() -> None:
+    """Refuse to run where verl's entry point would build its own RayPPOTrainer.
+
+    Raises:
+        RefusedSettingError: the trainer's place in it could not be taken.
+    """
+    from verl.trainer import main_ppo_v0
+
+    from verl_dppo.training.classic_entry import is_installed
+
+    check_plugin()
+    if not is_installed(main_ppo_v0):
+        reason = "verl would build its own RayPPOTrainer, and train plain GRPO without a word"
+        raise refuse("trainer.use_v1", False, reason, "set it to true, or see `verl-dppo check`")
+
+
 class RefuseBeforeStart(Callback):
     """Hydra callback, named in dppo.yaml: checks the run on the driver, before Ray starts.
 
@@ -283,5 +344,7 @@ class RefuseBeforeStart(Callback):
             settings = check_run(config)
             if settings.prunes or settings.orders:
                 check_entry_point(task_function)
+                if not select(config, "trainer.use_v1", True):
+                    check_substitution()
         except RefusedSettingError as error:
             raise SystemExit(f"algorithm=dppo will not start this run:\n{error}") from error
