@@ -41,9 +41,12 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def verl_run(data, tmp_path_factory):
-    """Return a function that runs verl's entry point and reads what it logged."""
+    """Return a function that runs verl's entry point, or another one, and reads what it logged."""
+    of_verl = ("-m", "verl.trainer.main_ppo")
 
-    def run(*overrides, steps=3, folder=None, record=None, replay=None, check=True, launch=subprocess.run):
+    def run(
+        *overrides, steps=3, folder=None, record=None, replay=None, check=True, launch=subprocess.run, entry=of_verl
+    ):
         folder = folder or tmp_path_factory.mktemp("run")
         names = ("metrics", "updates", "rows", "prompts")
         metrics, updates, rows, prompts = (folder / f"{name}.jsonl" for name in names)
@@ -63,8 +66,7 @@ def verl_run(data, tmp_path_factory):
         env.update({name: str(path) for name, path in (("TEST_RECORD", record), ("TEST_REPLAY", replay)) if path})
         command = [
             sys.executable,
-            "-m",
-            "verl.trainer.main_ppo",
+            *entry,
             "algorithm.adv_estimator=grpo",
             f"data.train_files={data['train']}",
             f"data.val_files={data['validation']}",
