@@ -48,6 +48,7 @@ def refuse_what_is_not_exact(trainer: GRPOTrainer, keep: float) -> None:
         "the tokens that are left; turn both off": args.entropy_coef != 0 or args.use_adaptive_entropy,
         f"top_entropy_quantile={args.top_entropy_quantile}: the quantile would be that of the completions that are "
         "left; set it to 1": args.top_entropy_quantile < 1,
+        f"use_liger_kernel={args.use_liger_kernel}: its loss was not checked; turn it off": args.use_liger_kernel,
         "the router loss of a mixture of experts is not weighted; set router_aux_loss_coef=0": trainer.aux_loss_enabled,
         f"num_iterations={args.num_iterations}: from the second pass on, the parameters depend on what was drawn; "
         "set it to 1": args.num_iterations > 1,
