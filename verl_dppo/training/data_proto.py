@@ -18,6 +18,7 @@ from verl_dppo.training.data_proto_rows import (
     aligned_rows,
     counted_tokens,
     has_column,
+    images_seqlens,
     jagged_bounds,
     lengths,
     objects_of,
@@ -49,10 +50,9 @@ _ZERO_IN_IDLE_ROWS = (
 def append_idle_rows(batch: DataProto, count: int) -> DataProto:
     """Append `count` rows that weigh nothing: copies of the row with the fewest tokens, masked and without reward.
 
-    Of rows without multi-modal inputs, where there are any, and padded, the copies attend to two tokens only, the last
-    of the prompt and the first of the response: the least that verl's engines take. Nested copies, and those with
-    multi-modal inputs, whose tokens must match their features, keep all tokens. Other columns, such as extras of the
-    reward, are those of the copied row.
+    Padded copies attend to two tokens only, the last of the prompt and the first of the response: the least that verl's
+    engines take. They are text, whatever the copied row holds, as verl's own padding is. Nested copies keep all tokens,
+    and multi-modal inputs with them. Other columns, such as extras of the reward, are those of the copied row.
 
     Args:
         batch: n >= 1 rows, with or without WEIGHT, ROW and MINI_BATCH. Where these are, the new rows weigh 0, are no
@@ -108,8 +108,7 @@ def _rows_and_idle(batch: DataProto, rows: NDArray[np.int64], count: int) -> Dat
     rows, n = row_index(batch, rows), len(rows)
     if count == 0:
         return select_rows(batch, rows)
-    template, is_text = _cheapest(batch, rows)
-    extended = select_rows(batch, np.append(rows, np.full(count, template)))
+    extended = select_rows(batch, np.append(rows, np.full(count, _cheapest(batch, rows))))
     _name_idle_rows(extended, n, set(objects_of(batch, "uid") or []))
     if extended.batch is None:
         return extended
@@ -121,22 +120,22 @@ def _rows_and_idle(batch: DataProto, rows: NDArray[np.int64], count: int) -> Dat
         columns[ROW][n:] = -1
     if MINI_BATCH in columns:
         columns[MINI_BATCH][n:] = _levelling(columns[MINI_BATCH][:n], count)
-    if is_text and _is_padded(columns):
+    if _is_padded(columns):
         _attend_to_two_tokens(columns, n)
+        _take_media_away(extended, n)
     tokens = counted_tokens(extended)
     if tokens is not None and extended.meta_info.get("global_token_num") is not None:
         extended.meta_info["global_token_num"][n:] = tokens[n:].tolist()
     return extended
 
 
-def _cheapest(batch: DataProto, rows: NDArray[np.int64]) -> tuple[int, bool]:
-    """Return that of the rows with the fewest tokens, without multi-modal inputs if any is, and whether it is."""
+def _cheapest(batch: DataProto, rows: NDArray[np.int64]) -> int:
+    """Return that of the rows with the fewest tokens, one without multi-modal inputs if there is any."""
     inputs = objects_of(batch, "multi_modal_inputs") or [None] * len(batch)
     text = np.array([not inputs[row] for row in rows])
     among = rows[text] if text.any() else rows
     tokens = counted_tokens(batch)
-    cheapest = among[0] if tokens is None else among[np.argmin(tokens[among])]
-    return int(cheapest), bool(text.any())
+    return int(among[0] if tokens is None else among[np.argmin(tokens[among])])
 
 
 def _name_idle_rows(batch: DataProto, kept: int, taken: set[Any]) -> None:
@@ -146,10 +145,26 @@ def _name_idle_rows(batch: DataProto, kept: int, taken: set[Any]) -> None:
         return
     free = (name for name in (f"dppo_idle_{i}" for i in count_from()) if name not in taken)
     uid[kept:] = islice(free, len(batch) - kept)
-    if "uid" in batch.non_tensor_batch:
-        batch.non_tensor_batch["uid"] = np.fromiter(uid, dtype=object, count=len(uid))
+    _put_objects(batch, "uid", uid)
+
+
+def _take_media_away(batch: DataProto, kept: int) -> None:
+    """Leave the rows from `kept` on without multi-modal inputs: the tokens that stood for them are masked."""
+    inputs = objects_of(batch, "multi_modal_inputs")
+    if inputs is None:
+        return
+    inputs[kept:] = [{} for _ in range(len(batch) - kept)]
+    _put_objects(batch, "multi_modal_inputs", inputs)
+    if batch.meta_info.get("images_seqlens") is not None:
+        batch.meta_info["images_seqlens"] = images_seqlens(batch)
+
+
+def _put_objects(batch: DataProto, name: str, objects: list[Any]) -> None:
+    """Replace a column that is no tensor, on the side on which it is kept."""
+    if name in batch.non_tensor_batch:
+        batch.non_tensor_batch[name] = np.fromiter(objects, dtype=object, count=len(objects))
     else:
-        batch.batch["uid"] = NonTensorStack.from_list([NonTensorData(name) for name in uid])
+        batch.batch[name] = NonTensorStack.from_list([NonTensorData(item) for item in objects])
 
 
 def _zero_from(value: Any, kept: int) -> None:

@@ -61,7 +61,7 @@ def select_rows(batch: DataProto, rows: ArrayLike) -> DataProto:
             )
         selected.meta_info["global_token_num"] = [tokens[i] for i in index.tolist()]
     if batch.meta_info.get("images_seqlens") is not None:
-        selected.meta_info["images_seqlens"] = _images_seqlens(selected)
+        selected.meta_info["images_seqlens"] = images_seqlens(selected)
     return selected
 
 
@@ -137,7 +137,7 @@ def _select_columns(columns: TensorDict, index: torch.Tensor) -> TensorDict:
     return TensorDict(selected, batch_size=[len(index)], device=columns.device)
 
 
-def _images_seqlens(batch: DataProto) -> list[int]:
+def images_seqlens(batch: DataProto) -> list[int]:
     """Return the lengths of the images of all rows, row after row, as verl's trainer lists them."""
     inputs = objects_of(batch, "multi_modal_inputs")
     if inputs is None and batch.meta_info["images_seqlens"]:
