@@ -53,7 +53,8 @@ class PromptStream:
             order = self._next_pass()
             if not np.array_equal(np.sort(order), np.arange(self.rows)):
                 raise ValueError(
-                    f"pass {self._current + 1} over the data set does not hold each of its {self.rows} rows once"
+                    f"pass {self._current + 1} over the data set does not hold each of its {self.rows} rows once, "
+                    "as pruning of prompts needs it to"
                 )
             self._current, self._order = self._current + 1, order
         if number < self._current:

@@ -43,6 +43,8 @@ class DPPOHooks:
     global_steps: int
     total_training_steps: int
     local_trigger_step = 0
+    reads_rollout_n = True
+    """Whether verl's trainer samples a prompt as often as its column of that name says."""
 
     def begin_run(self, settings: DPPOSettings) -> None:
         """Set up what lasts for a run, before verl's own trainer is."""
@@ -64,7 +66,9 @@ class DPPOHooks:
             next_pass: the order of the rows in each pass.
             collate: makes columns of rows; None: verl's own function.
         """
-        self._prompts = PromptLevel(self.dppo, self.config, self.train_dataset, next_pass, collate)
+        self._prompts = PromptLevel(
+            self.dppo, self.config, self.train_dataset, next_pass, collate, self.reads_rollout_n
+        )
         self._remembered["prompts"] = self._prompts
         self.train_dataloader = DrawnPrompts(self)
         self.plan_steps(done=0)

@@ -110,6 +110,7 @@ class PromptLevel:
         dataset: Any,
         next_pass: Callable[[], NDArray[np.int64]],
         collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+        reads_rollout_n: bool = True,
     ) -> None:
         """Name the prompts of the data set.
 
@@ -119,6 +120,7 @@ class PromptLevel:
             dataset: of training prompts.
             next_pass: the order of the rows in each pass; see `PromptStream`.
             collate: makes columns of rows; None: verl's own function.
+            reads_rollout_n: whether the trainer heeds the column ROLLOUT_N.
 
         Raises:
             RefusedSettingError: prompts that cannot be named; see `prompt_ids`.
@@ -137,7 +139,7 @@ class PromptLevel:
         self.drawn, self.kept = 0, 0
         # Over past steps, weighted: prompts, their response tokens, and their groups in units of `rollout.n`.
         self.prompts, self.tokens, self.groups = 0.0, 0.0, 0.0
-        self._group_share = np.ones(0)
+        self._group_share, self._reads_rollout_n = np.ones(0), reads_rollout_n
         self._checksum, self._interrupted = 0, False
         # The planned steps, and what they were planned for.
         self._plan: dict[str, float] = {"steps": 0, "epochs": 0, "anneal_fraction": 0.0}
@@ -201,7 +203,7 @@ class PromptLevel:
         )
         columns = self.loader.fetch(rows[kept].tolist())
         self._group_share = np.ones(kept.size)
-        if ROLLOUT_N in columns:
+        if self._reads_rollout_n and ROLLOUT_N in columns:
             self._group_share = np.array([float(n) for n in columns[ROLLOUT_N]]) / self.group_size
         return columns
 

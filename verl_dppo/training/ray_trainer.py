@@ -30,6 +30,7 @@ from verl_dppo.training.data_proto import (
     prune_data_proto,
     select_rows,
 )
+from verl_dppo.training.data_proto_rows import images_seqlens
 from verl_dppo.training.full_data_proto import read_full_data_proto
 from verl_dppo.training.hooks import DPPOHooks, SubmittedRows, around_update
 from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE
@@ -50,6 +51,8 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
     log-probs and update, and is the full batch again after the update: verl's metrics, the dump of rollouts and a data
     set's `on_batch_end` see every completion. A subclass with a `fit` of its own calls `finish_step` before it logs.
     """
+
+    reads_rollout_n = False
 
     def __init__(
         self, config: DictConfig, tokenizer: Any, role_worker_mapping: dict[Role, Any], *args: Any, **kwargs: Any
@@ -232,7 +235,14 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
 
         Args:
             metrics: of the step, with verl's own, `timing_s/*` among them.
+
+        Raises:
+            ValueError: metrics without the seconds of the step.
         """
+        if "timing_s/step" not in metrics:
+            raise ValueError(
+                f"the metrics of step {self.global_steps} lack timing_s/step; add verl's compute_timing_metrics"
+            )
         metrics.update({f"timing_s/{phase}": seconds for phase, seconds in self.timing_raw.items()})
         timing = {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")}
         if self._step is not None:
@@ -279,7 +289,10 @@ def _rewarded(full: DataProto, step: PlannedStep, meta_info: dict[str, Any]) -> 
     advantage = torch.tensor(step.full.advantage, dtype=torch.float32)
     columns["advantages"] = columns["returns"] = advantage[:, None] * columns["response_mask"].float()
     known = {**meta_info, "global_token_num": step.full.sequence_length.tolist()}
-    return DataProto(columns, full.non_tensor_batch, known)
+    rewarded = DataProto(columns, full.non_tensor_batch, known)
+    if known.get("images_seqlens") is not None:
+        known["images_seqlens"] = images_seqlens(rewarded)
+    return rewarded
 
 
 @contextmanager
