@@ -17,6 +17,7 @@ TEST_ORDERS=FILE    one JSON line for each order of a step: rows before and afte
 TEST_GRADIENTS=DIR  statistics of the gradient of each optimiser step, see `GradientLog`
 """
 
+import contextvars
 import functools
 import hashlib
 import itertools
@@ -28,7 +29,7 @@ from pathlib import Path
 from verl_dppo.post_import import when_imported
 
 
-def count_uids(trainer_base):
+def count_uids(trainer):
     counter = itertools.count()
 
     class CountingUUID:
@@ -36,7 +37,7 @@ def count_uids(trainer_base):
         def uuid4():
             return f"{next(counter):08d}"
 
-    trainer_base.uuid = CountingUUID
+    trainer.uuid = CountingUUID
 
 
 def take_rows_in_order(replay_buffer):
@@ -105,6 +106,23 @@ def log_rows(loss):
     loss.dppo_loss = logged
 
 
+step_and_place = contextvars.ContextVar("step of a rollout, and its place in its group")
+
+
+def note_step_and_place(agent_loop):
+    """Agent loops of `RayPPOTrainer` are told neither; their workers know them."""
+    run = agent_loop.AgentLoopWorker._run_agent_loop
+
+    async def noted(self, sampling_params, trajectory, **kwargs):
+        from verl_hooks import step_and_place  # Ray pickles this class by value, and a context variable not at all
+
+        group_size = self.rollout_config.n
+        step_and_place.set((trajectory["step"], kwargs.get("priority", 0) % group_size))
+        return await run(self, sampling_params, trajectory, **kwargs)
+
+    agent_loop.AgentLoopWorker._run_agent_loop = noted
+
+
 def record_or_replay(llm_server):
     from verl.workers.rollout.replica import TokenOutput
 
@@ -117,7 +135,8 @@ def record_or_replay(llm_server):
 
     async def with_record(self, request_id, **kwargs):
         sample = kwargs["sampling_params"]["sample_key"]
-        key = (sample.step, sample.prompt, sample.sample)
+        step, place = (sample.step, sample.sample) if sample.step is not None else step_and_place.get()
+        key = (step, sample.prompt, place)
         if "TEST_REPLAY" in os.environ:
             line = recorded[key]
             return TokenOutput(stop_reason="completed", num_preempted=0, **line)
@@ -413,6 +432,7 @@ def log_gradients(transformer_impl):
 
 
 when_imported("verl.trainer.ppo.v1.trainer_base", count_uids)
+when_imported("verl.trainer.ppo.ray_trainer", count_uids)
 when_imported("verl.trainer.ppo.v1.replay_buffer", take_rows_in_order)
 if "TEST_UPDATES" in os.environ:
     when_imported("verl.workers.engine.fsdp.transformer_impl", log_updates)
@@ -420,6 +440,7 @@ if "TEST_ROWS" in os.environ:
     when_imported("verl_dppo.training.loss", log_rows)
 if "TEST_RECORD" in os.environ or "TEST_REPLAY" in os.environ:
     when_imported("verl.workers.rollout.llm_server", record_or_replay)
+    when_imported("verl.experimental.agent_loop.agent_loop", note_step_and_place)
 if "TEST_REPEAT" in os.environ:
     when_imported("verl.workers.rollout.llm_server", repeat_first_step)
 if "TEST_PLANS" in os.environ:

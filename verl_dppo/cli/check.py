@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.resources import files
 
@@ -52,6 +53,17 @@ def _trainer() -> str:
     return f"{found.__module__}.{found.__name__}"
 
 
+def _ray_trainer() -> str:
+    from verl.trainer import main_ppo_v0
+
+    from verl_dppo.training.classic_entry import is_installed
+
+    if not is_installed(main_ppo_v0):
+        raise RuntimeError("verl's task runner would build its own RayPPOTrainer")
+    found = import_module("verl_dppo.training.ray_trainer").DPPORayPPOTrainer
+    return f"{found.__module__}.{found.__name__}"
+
+
 def _estimator() -> str:
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -83,6 +95,7 @@ CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("entry point verl.plugins: dppo", _entry_point),
     ("verl version", _verl_version),
     ("trainer.v1.trainer_mode=dppo", _trainer),
+    ("trainer.use_v1=false", _ray_trainer),
     ("adv_estimator=dppo", _estimator),
     ("algorithm=dppo", _choice),
     ("CPU mode", _cpu_mode),
