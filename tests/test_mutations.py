@@ -77,9 +77,9 @@ MUTATIONS = {
     ),
     "full-group advantages, in the estimator": Mutation(
         "verl_dppo/training/advantage.py",
-        "    mean = torch.tensor([_full_groups[group][0] for group in index], device=token_level_rewards.device)",
+        "    statistics = [_full_groups.get(group, (0.0, 1.0)) for group in index]",
         "    remember_full_groups(token_level_rewards, index)\n"
-        "    mean = torch.tensor([_full_groups[group][0] for group in index], device=token_level_rewards.device)",
+        "    statistics = [_full_groups.get(group, (0.0, 1.0)) for group in index]",
         FULL_GROUPS,
     ),
     "full-group advantages, in the trainer": Mutation(

@@ -28,8 +28,9 @@ MEGATRON = (
 )
 
 
-def test_pruned_training_runs_on_megatron(verl_run):  # noqa: F811
-    run = verl_run(*MEGATRON, *PRUNED, steps=2)
+@pytest.mark.parametrize("trainer", ["true", pytest.param("false", marks=pytest.mark.long)])
+def test_pruned_training_runs_on_megatron(trainer, verl_run):  # noqa: F811
+    run = verl_run(*MEGATRON, *PRUNED, f"trainer.use_v1={trainer}", steps=2)
     assert len(run.metrics) == 2
     for metrics in run.metrics:
         assert 0 < metrics["dppo/kept_fraction"] < metrics["dppo/informative_fraction"]

@@ -69,11 +69,11 @@ def test_multirun_sweeps_a_setting_of_ours(tmp_path):
         "-m",
         "algorithm=dppo",
         "algorithm.dppo.completion.keep=0.5,0.7",
-        "trainer.use_v1=false",
+        "actor_rollout_ref.actor.shuffle=true",
         f"hydra.sweep.dir={tmp_path}",
     )
     assert "algorithm.dppo.completion.keep=0.5" in result.stdout
-    assert "trainer.use_v1=False is refused" in result.stderr
+    assert "actor_rollout_ref.actor.shuffle=True is refused" in result.stderr
 
 
 def test_a_config_of_ones_own_takes_the_choice_with_a_plus(tmp_path):

@@ -93,7 +93,9 @@ def compute_dppo_advantage(
             )
         advantage = advantage.to(token_level_rewards)
         return advantage, advantage.clone()
-    unseen = [group for group in index if group not in _full_groups]
+    # Idle rows, which fill a mini-batch up, are in nobody's group and have no token.
+    counted = response_mask.any(-1).tolist()
+    unseen = [group for group, counts in zip(index, counted, strict=True) if counts and group not in _full_groups]
     if unseen:
         raise RuntimeError(
             f"adv_estimator=dppo has no full-group statistics for group {unseen[0]!r} and {len(unseen) - 1} more: with "
@@ -101,8 +103,8 @@ def compute_dppo_advantage(
             "where it is overridden); in a loop of your own call verl_dppo.training.advantage.remember_full_groups on "
             "the full batch before rows are dropped"
         )
-    mean = torch.tensor([_full_groups[group][0] for group in index], device=token_level_rewards.device)
-    std = torch.tensor([_full_groups[group][1] for group in index], device=token_level_rewards.device)
+    statistics = [_full_groups.get(group, (0.0, 1.0)) for group in index]
+    mean, std = torch.tensor(statistics, device=token_level_rewards.device).unbind(1)
     advantage = token_level_rewards.sum(-1) - mean
     if config is None or config.get("norm_adv_by_std_in_grpo", True):
         advantage = advantage / (std + epsilon)

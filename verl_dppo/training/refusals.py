@@ -83,6 +83,8 @@ def _of_ray_ppo_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
     if not select(config, "trainer.balance_batch", False):
         reason = "RayPPOTrainer hands out its batch, to be pruned and ordered, only where it balances it"
         yield refuse("trainer.balance_batch", False, reason, "set it to true")
+    sampling, way_out = "algorithm.filter_groups.enable", "set it to false, or use the v1 trainer (trainer.use_v1=true)"
+    yield from _switch(config, sampling, "RayPPOTrainer has no dynamic sampling, and would ignore it", way_out)
     model = "reward.reward_model"
     if select(config, f"{model}.enable", False) and not select(config, f"{model}.enable_resource_pool", False):
         reason = "a reward model on the actor's devices scores after RayPPOTrainer has balanced the batch"
