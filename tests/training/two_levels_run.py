@@ -70,8 +70,8 @@ class Cell:
 
 
 @cache
-def configuration(cell: Cell):
-    """Return verl's configuration of a cell, with the actor's for each aggregation."""
+def configuration(cell: Cell, *more: str):
+    """Return verl's configuration of a cell and of more overrides, with the actor's for each aggregation."""
     prompt, completion = "algorithm.dppo.prompt", "algorithm.dppo.completion"
     overrides = [
         "algorithm=dppo",
@@ -95,6 +95,7 @@ def configuration(cell: Cell):
         "algorithm.dppo.balance.cost=tokens",
         "data.max_prompt_length=3",
         "data.max_response_length=6",
+        *more,
     ]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=overrides)
@@ -402,9 +403,7 @@ class Run:
 
     def full_gradient(self, rows: list[tuple[int, int]], tokens: float, size: float) -> np.ndarray:
         """Return (losses, parameters) of verl's own loss on all of these completions, divided by these constants."""
-        own = [self.completion(*row) for row in rows]
-        rewards = {c: np.array([self.completion(c, j).reward for j in range(self.cell.n)]) for c, _ in rows}
-        advantage = [(rewards[c][j] - rewards[c].mean()) / (rewards[c].std(ddof=1) + 1e-6) for c, j in rows]
+        own, advantage = [self.completion(*row) for row in rows], self.advantages(rows)
         data = tu.get_tensordict(
             {
                 "prompts": jagged(torch.zeros(o.prompt, dtype=torch.long) for o in own),
@@ -415,6 +414,11 @@ class Run:
             }
         )
         return self._gradients(losses.ppo_loss, data, rows, tokens, size)
+
+    def advantages(self, rows: list[tuple[int, int]]) -> list[float]:
+        """Return the advantage of each of these completions in its full group."""
+        rewards = {c: np.array([self.completion(c, j).reward for j in range(self.cell.n)]) for c, _ in rows}
+        return [(rewards[c][j] - rewards[c].mean()) / (rewards[c].std(ddof=1) + 1e-6) for c, j in rows]
 
     def _gradients(self, loss_function, data: TensorDict, rows, tokens: float, size: float) -> np.ndarray:
         return np.array(
