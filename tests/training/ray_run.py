@@ -30,6 +30,13 @@ COMPLETION = "completion"
 WIDTHS = (3, 6)
 CLASSIC = ("trainer.use_v1=false", "actor_rollout_ref.rollout.agent.num_workers=1")
 NO_PROMPTS = "algorithm.dppo.prompt.enable=false"
+# Response tokens and reward of each completion: the second group is constant, the third holds an empty response.
+GROUPS = (
+    ((2, 1.0), (5, 0.0), (3, 0.5)),
+    ((4, 1.0), (2, 1.0), (6, 1.0)),
+    ((0, 0.0), (3, 1.0), (5, 0.25)),
+    ((6, 0.0), (1, 1.0), (4, 0.0)),
+)
 
 
 class FakeWorkerGroup:
@@ -254,6 +261,37 @@ def rows_of(data: TensorDict) -> list[tuple[int, int] | None]:
     assert not data["response_mask"][idle].any()
     assert (data["attention_mask"][idle].sum(1) == 2).all()
     return [None if out else row for out, row in zip(idle.tolist(), rows, strict=True)]
+
+
+def answers() -> tuple[Completion, ...]:
+    """Return the completions of GROUPS."""
+    rng = np.random.default_rng(0)
+
+    def noise(n: int, scale: float) -> torch.Tensor:
+        return torch.tensor(rng.normal(size=n) * scale - 1)
+
+    made = []
+    for length, reward in (one for group in GROUPS for one in group):
+        prompt, mask = int(rng.integers(1, 4)), torch.ones(length, dtype=torch.long)
+        if length > 4:
+            mask[2] = 0  # as if a tool had said it
+        old = noise(length, 0.4)
+        columns = {
+            "rollout_log_probs": old.clamp(max=-0.01).float(),
+            "old_log_probs": old,
+            "ref_log_prob": noise(length, 0.3),
+        }
+        leaves = {"log_probs": noise(prompt + length, 0.4), "entropy": noise(prompt + length, 1.0).abs()}
+        made.append(Completion(prompt, mask, reward, columns, leaves))
+    return tuple(made)
+
+
+def run_of_completions(*overrides: str, mini_batches: int = 1, terms: bool = False) -> RayRun:
+    """Return a run of GROUPS, of which one mini-batch takes the first three; prompts are not pruned."""
+    prompts = 3 if mini_batches == 1 else 4
+    rows = tuple(range(prompts))
+    cell = Cell("abcd"[:prompts], rows, 1, prompts, mini_batches=mini_batches, n=3, completions=0.5, terms=terms)
+    return RayRun(cell, NO_PROMPTS, *overrides, answers=answers())
 
 
 def compare(run: RayRun) -> Found:

@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from training.ray_run import NO_PROMPTS, RayRun, compare
+from training.ray_run import NO_PROMPTS, RayRun, answers, compare, run_of_completions
 from training.test_two_levels import CELLS
-from training.two_levels_run import Cell, Completion, enumerate_steps
+from training.two_levels_run import Cell, enumerate_steps
 
 from verl_dppo.training import ray_trainer
 from verl_dppo.training.completion_level import CompletionLevel
@@ -16,13 +16,6 @@ from verl_dppo.training.loss import WEIGHT
 from verl_dppo.training.ray_trainer import DPPORayPPOTrainer
 
 BOUND = 1e-12
-# Response tokens and reward of each completion: the second group is constant, the third holds an empty response.
-GROUPS = (
-    ((2, 1.0), (5, 0.0), (3, 0.5)),
-    ((4, 1.0), (2, 1.0), (6, 1.0)),
-    ((0, 0.0), (3, 1.0), (5, 0.25)),
-    ((6, 0.0), (1, 1.0), (4, 0.0)),
-)
 ESTIMATORS = {
     "grpo": ("algorithm.adv_estimator=grpo",),
     "grpo without division": ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false"),
@@ -32,35 +25,6 @@ ESTIMATORS = {
 TWO_RANKS = "trainer.n_gpus_per_node=2"
 
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
-
-
-def answers() -> tuple[Completion, ...]:
-    rng = np.random.default_rng(0)
-
-    def noise(n: int, scale: float) -> torch.Tensor:
-        return torch.tensor(rng.normal(size=n) * scale - 1)
-
-    made = []
-    for length, reward in (one for group in GROUPS for one in group):
-        prompt, mask = int(rng.integers(1, 4)), torch.ones(length, dtype=torch.long)
-        if length > 4:
-            mask[2] = 0  # as if a tool had said it
-        old = noise(length, 0.4)
-        columns = {
-            "rollout_log_probs": old.clamp(max=-0.01).float(),
-            "old_log_probs": old,
-            "ref_log_prob": noise(length, 0.3),
-        }
-        leaves = {"log_probs": noise(prompt + length, 0.4), "entropy": noise(prompt + length, 1.0).abs()}
-        made.append(Completion(prompt, mask, reward, columns, leaves))
-    return tuple(made)
-
-
-def run_of_completions(*overrides: str, mini_batches: int = 1, terms: bool = False) -> RayRun:
-    prompts = 3 if mini_batches == 1 else 4
-    rows = tuple(range(prompts))
-    cell = Cell("abcd"[:prompts], rows, 1, prompts, mini_batches=mini_batches, n=3, completions=0.5, terms=terms)
-    return RayRun(cell, NO_PROMPTS, *overrides, answers=answers())
 
 
 @each_estimator
