@@ -13,21 +13,22 @@ import torch
 from verl.trainer.ppo.core_algos import register_adv_est
 
 _full_groups: dict[Hashable, tuple[float, float]] = {}
-_survivors: tuple[list[Hashable], torch.Tensor] | None = None
+_survivors: tuple[list[Hashable], torch.Tensor, torch.Tensor] | None = None
 
 
-def remember_survivors(advantage: torch.Tensor, index: Sequence[Hashable]) -> None:
+def remember_survivors(advantage: torch.Tensor, reward: torch.Tensor, index: Sequence[Hashable]) -> None:
     """Keep the advantage of each row that is left, in place of what was kept of the step before.
 
     Args:
         advantage: (rows, response_length) in the full group, in the order in which the rows are trained on.
+        reward: (rows,) that it was computed from.
         index: (rows,) the group of each row.
     """
     global _survivors
-    if len(index) != len(advantage):
-        raise ValueError(f"{len(index)} group labels for {len(advantage)} rows of advantages")
+    if not len(index) == len(advantage) == len(reward):
+        raise ValueError(f"{len(index)} group labels and {len(reward)} rewards for {len(advantage)} rows of advantages")
     _full_groups.clear()
-    _survivors = list(index), advantage
+    _survivors = list(index), advantage, reward
 
 
 def forget_full_groups() -> None:
@@ -82,16 +83,21 @@ def compute_dppo_advantage(
         Advantages and returns, both (n, response_length).
 
     Raises:
-        RuntimeError: rows, or a group, of which nothing was remembered in this step.
+        RuntimeError: rows, or a group, of which nothing was remembered in this step, or with other rewards.
     """
     if _survivors is not None:
-        remembered, advantage = _survivors
+        remembered, advantage, reward = _survivors
         if remembered != list(index) or advantage.shape != response_mask.shape:
             raise RuntimeError(
                 "adv_estimator=dppo knows the advantages of the rows that DPPO kept, in their order, and these are "
                 "others: rows must neither be dropped nor reordered between `_balance_batch` and the advantage"
             )
-        advantage = advantage.to(token_level_rewards)
+        if not torch.allclose(token_level_rewards.sum(-1).double(), reward.double(), rtol=1e-4, atol=1e-5):
+            raise RuntimeError(
+                "the rewards are not those that DPPO pruned and computed advantages by: what shapes them must do so "
+                "before `_balance_batch`, where whole groups are there, e.g. in the reward function"
+            )
+        advantage = advantage.to(token_level_rewards.device, _float_like(token_level_rewards))
         return advantage, advantage.clone()
     # Idle rows, which fill a mini-batch up, are in nobody's group and have no token.
     counted = response_mask.any(-1).tolist()
@@ -108,5 +114,10 @@ def compute_dppo_advantage(
     advantage = token_level_rewards.sum(-1) - mean
     if config is None or config.get("norm_adv_by_std_in_grpo", True):
         advantage = advantage / (std + epsilon)
-    advantage = (advantage.unsqueeze(-1) * response_mask).to(token_level_rewards.dtype)
+    advantage = (advantage.unsqueeze(-1) * response_mask).to(_float_like(token_level_rewards))
     return advantage, advantage
+
+
+def _float_like(rewards: torch.Tensor) -> torch.dtype:
+    """Return the type of advantages: that of the rewards, unless these are integers."""
+    return rewards.dtype if rewards.dtype.is_floating_point else torch.float32

@@ -9,24 +9,26 @@ from types import ModuleType
 from typing import Any
 
 from omegaconf import OmegaConf
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 NAME = "RayPPOTrainer"
 
 
-def make_ray_trainer(*args: Any, **kwargs: Any) -> Any:
-    """Return the trainer for a configuration: DPPO's where `algorithm.dppo` is there, else verl's own."""
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+class ChosenRayPPOTrainer(RayPPOTrainer):
+    """verl's own trainer, to build and to derive from; but building it makes DPPO's where `algorithm.dppo` is there."""
 
-    config = kwargs["config"] if "config" in kwargs else args[0]
-    if OmegaConf.select(config, "algorithm.dppo") is None:
-        return RayPPOTrainer(*args, **kwargs)
-    from verl_dppo.training.ray_trainer import DPPORayPPOTrainer
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build DPPO's trainer, unless the class is derived from, or the configuration has no `algorithm.dppo`."""
+        config = kwargs["config"] if "config" in kwargs else args[0]
+        if cls is not ChosenRayPPOTrainer or OmegaConf.select(config, "algorithm.dppo") is None:
+            return super().__new__(cls)
+        from verl_dppo.training.ray_trainer import DPPORayPPOTrainer
 
-    return DPPORayPPOTrainer(*args, **kwargs)
+        return DPPORayPPOTrainer(*args, **kwargs)
 
 
 def install(main_ppo_v0: ModuleType) -> None:
-    """Bind the name that verl's task runner looks its trainer up by to `make_ray_trainer`.
+    """Bind the name that verl's task runner looks its trainer up by to `ChosenRayPPOTrainer`.
 
     Args:
         main_ppo_v0: verl's module of that name, just imported.
@@ -37,14 +39,15 @@ def install(main_ppo_v0: ModuleType) -> None:
     if is_installed(main_ppo_v0):
         return
     bound = getattr(main_ppo_v0, NAME, None)
-    if getattr(bound, "__module__", None) != "verl.trainer.ppo.ray_trainer":
+    if bound is not RayPPOTrainer:
         raise RuntimeError(f"{main_ppo_v0.__name__}.{NAME} is {bound}, not verl's own class")
-    run = inspect.unwrap(main_ppo_v0.TaskRunner.__ray_metadata__.modified_class.run)  # Ray wraps methods to trace them
+    # Ray wraps methods to trace them.
+    run = inspect.unwrap(main_ppo_v0.TaskRunner.__ray_metadata__.modified_class.run)
     if NAME not in run.__code__.co_names or run.__globals__ is not vars(main_ppo_v0):
         raise RuntimeError(f"the task runner of {main_ppo_v0.__name__} does not look {NAME} up in its module")
-    setattr(main_ppo_v0, NAME, make_ray_trainer)
+    setattr(main_ppo_v0, NAME, ChosenRayPPOTrainer)
 
 
 def is_installed(main_ppo_v0: ModuleType) -> bool:
-    """Whether the task runner of verl's module would get its trainer from `make_ray_trainer`."""
-    return getattr(main_ppo_v0, NAME, None) is make_ray_trainer
+    """Whether the task runner of verl's module would get its trainer from `ChosenRayPPOTrainer`."""
+    return getattr(main_ppo_v0, NAME, None) is ChosenRayPPOTrainer

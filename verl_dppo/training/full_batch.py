@@ -50,10 +50,6 @@ class FullBatch:
     mean_negative_log_prob: float | None
     verl_metrics: dict[str, float]
 
-    def advantage_of(self, row: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return (m,) advantages of these completions, 0 where the row is -1 and stands for none."""
-        return np.where(row >= 0, self.advantage[row], 0.0)
-
 
 def row_sums(values: Any) -> NDArray[np.float64]:
     """Return (n,) sums of the rows of a jagged tensor."""

@@ -51,6 +51,7 @@ class DPPOHooks:
         self.dppo = settings
         self._step: PlannedStep | None = None
         self._weighted = False
+        self._actor_config: Any = None
         self._completions = CompletionLevel(settings, self.config)
         self._remembered: dict[str, Stateful] = {
             "budget": self._completions.budget,
@@ -167,8 +168,8 @@ class DPPOHooks:
     def _use_weighted_loss(self, weighted: bool) -> None:
         """Give the workers the weighted loss, or verl's own, where they do not have it yet."""
         if weighted != self._weighted:
-            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-            self.actor_rollout_wg.set_loss_fn(partial(dppo_loss if weighted else ppo_loss, config=actor))
+            self.remember_actor_config()
+            self.actor_rollout_wg.set_loss_fn(partial(dppo_loss if weighted else ppo_loss, config=self._actor_config))
             self._weighted = weighted
 
     def probe_settings(self) -> dict[str, Any]:
@@ -178,6 +179,11 @@ class DPPOHooks:
             "calculate_entropy": bool(actor.calculate_entropy or actor.entropy_coeff),
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
         }
+
+    def remember_actor_config(self) -> None:
+        """Keep the actor's configuration as the workers have it: verl may write into it in a later step."""
+        if self._actor_config is None:
+            self._actor_config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
 
     def data_parallel_size(self) -> int:
         """Return the data-parallel ranks of the actor."""

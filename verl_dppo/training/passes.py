@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -67,8 +68,10 @@ def select(config: DictConfig, name: str, default: Any = None) -> Any:
 
 def base_estimator(config: DictConfig) -> str:
     """Return the estimator of the full groups' advantage; `dppo` stands for what is recorded as its base."""
-    named = str(select(config, "algorithm.adv_estimator"))
-    return str(select(config, "algorithm.dppo.base_estimator", "grpo")) if named == "dppo" else named
+    named = select(config, "algorithm.adv_estimator")
+    if named == "dppo":
+        named = select(config, "algorithm.dppo.base_estimator", "grpo")
+    return str(named.value if isinstance(named, Enum) else named)
 
 
 def data_parallel_ranks(config: DictConfig, role: str = ACTOR) -> int:

@@ -43,6 +43,9 @@ from verl_dppo.training.step_order import StepOrder
 from verl_dppo.training.transform import rank_order
 from verl_dppo.training.worker import DPPOWorker
 
+PROMPT = "dppo_prompt"
+"""Column of the batch: (rows,) int64, place of each row's prompt among those that the step sampled."""
+
 
 class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
     """`RayPPOTrainer` that prunes; takes its arguments, and stands in for it as a base class.
@@ -68,11 +71,13 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
         self._metrics: dict | None = None
         self._full: DataProto | None = None
         self._base_estimator = base_estimator(config)
-        self._use_estimator(pruned=settings.prunes)
+        if settings.prunes or config.algorithm.adv_estimator == "dppo":
+            self._use_estimator(pruned=settings.prunes)
         forget_full_groups()
         if settings.needs_own_worker:
             role_worker_mapping = _with_own_worker(role_worker_mapping)
         super().__init__(config, tokenizer, role_worker_mapping, *args, **kwargs)
+        self.remember_actor_config()
         if settings.orders:
             self._order = StepOrder(settings, config)
 
@@ -98,6 +103,12 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
         with open_dict(self.config):
             self.config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
 
+    def draw_prompts(self) -> dict[str, Any]:
+        """Number the prompts, so that each row tells its own however many groups come back."""
+        columns = super().draw_prompts()
+        first = next(iter(columns.values()))
+        return {**columns, PROMPT: torch.arange(len(first))}
+
     def has_steps_left(self) -> bool:
         """Whether verl may fetch prompts for another step: its loop takes whatever the loader yields."""
         return self.global_steps <= self.total_training_steps
@@ -122,19 +133,23 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
 
         def read() -> SubmittedRows:
             full = read_full_data_proto(batch, self.config)
-            return full, full.group
+            return full, full.group if self._prompts is None else _prompt_of_rows(batch)
 
         step = self.decide(read, metrics)
-        self._use_estimator(pruned=step is not None)
+        if self.dppo.prunes:
+            self._use_estimator(pruned=step is not None)
         if step is None:
             super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
             _replace(batch, self._arrange(batch, metrics, self.whole_mini_batches(len(batch))))
             return
         self._full = DataProto(batch.batch, batch.non_tensor_batch, batch.meta_info)
         kept = self._prune(batch, metrics, step)
-        advantage = step.full.advantage_of(kept.batch[ROW].numpy())
-        mask = kept.batch["response_mask"].float()
-        remember_survivors(torch.tensor(advantage, dtype=torch.float32)[:, None] * mask, kept.non_tensor_batch["uid"])
+        row = kept.batch[ROW].numpy()
+        reward, advantage = (
+            np.where(row >= 0, of_full[row], 0.0) for of_full in (step.full.reward, step.full.advantage)
+        )
+        self._advantage = torch.tensor(advantage, dtype=torch.float32)[:, None] * kept.batch["response_mask"].float()
+        remember_survivors(self._advantage, torch.tensor(reward), kept.non_tensor_batch["uid"])
         _replace(batch, kept)
 
     def _prune(self, batch: DataProto, metrics: dict, step: PlannedStep) -> DataProto:
@@ -191,6 +206,7 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
     def _update_actor(self, batch: DataProto) -> DataProto:
         rows, metrics = None, {} if self._metrics is None else self._metrics
         if self._step is not None:
+            self._check_advantages(batch)
             rename_metrics_of_kept_rows(metrics)
             rows = len(batch) // len(self._step.plan.rows)
             if self._completions.probes(self.global_steps):
@@ -204,6 +220,15 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
         if self._step is not None and self._full is not None:
             _replace(batch, _rewarded(self._full, self._step, batch.meta_info))
         return output
+
+    def _check_advantages(self, batch: DataProto) -> None:
+        """Stop where rows were moved, or their advantages computed from what is left of the groups."""
+        found, expected = batch.batch["advantages"], self._advantage
+        if found.shape != expected.shape or not torch.allclose(found.float(), expected, rtol=1e-2, atol=1e-3):
+            raise RuntimeError(
+                "the advantages at the update are not those of the full groups: compute them with "
+                "adv_estimator=config.algorithm.adv_estimator, which is dppo in this step, on the rows as they are"
+            )
 
     def _probe(self, batch: DataProto, step: PlannedStep) -> dict[str, float]:
         """Measure the gradient norms of a few drawn completions, remember them for later steps, and compare."""
@@ -255,26 +280,35 @@ class DPPORayPPOTrainer(DPPOHooks, RayPPOTrainer):
 
 
 def _with_own_worker(role_worker_mapping: dict[Role, Any]) -> dict[Role, Any]:
-    """Return the mapping with our worker in place of verl's.
+    """Return the mapping with our worker in place of verl's, and the same options.
 
     Raises:
         RefusedSettingError: another worker, which would ignore what is planned.
     """
     mapping = dict(role_worker_mapping)
-    for role in (Role.ActorRollout, Role.ActorRolloutRef):
-        if role not in mapping:
-            continue
-        worker = mapping[role].__ray_metadata__.modified_class
+    for role in {Role.ActorRollout, Role.ActorRolloutRef} & mapping.keys():
+        remote = mapping[role]
+        _, worker, *_ = remote.__ray_metadata__.modified_class.__mro__  # Ray derives a class of its own
         if issubclass(worker, DPPOWorker):
             continue
-        if ActorRolloutRefWorker not in worker.__mro__ or worker.__name__ != ActorRolloutRefWorker.__name__:
+        if worker is not ActorRolloutRefWorker:
             way_out = (
                 "derive it from verl_dppo.training.worker.DPPOWorker, or switch packing, balance and "
                 "completion.probe_every off"
             )
             raise refuse(f"worker of {role}", worker.__name__, "it would not follow planned micro-batches", way_out)
-        mapping[role] = ray.remote(DPPOWorker)
+        options = remote._default_options
+        mapping[role] = ray.remote(**options)(DPPOWorker) if options else ray.remote(DPPOWorker)
     return mapping
+
+
+def _prompt_of_rows(batch: DataProto) -> NDArray[np.int64]:
+    if PROMPT not in batch.batch:
+        raise RuntimeError(
+            f"the batch has lost its column {PROMPT!r}, which tells the drawn prompt of each row: keep it, or set "
+            "algorithm.dppo.prompt.enable=false"
+        )
+    return batch.batch[PROMPT].numpy()
 
 
 def _replace(batch: DataProto, other: DataProto) -> None:

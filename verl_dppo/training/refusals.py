@@ -90,6 +90,10 @@ def _of_ray_ppo_trainer(config: DictConfig) -> Iterator[RefusedSettingError]:
         reason = "a reward model on the actor's devices scores after RayPPOTrainer has balanced the batch"
         way_out = f"set {model}.enable_resource_pool=true, or use the v1 trainer (trainer.use_v1=true)"
         yield refuse(f"{model}.enable_resource_pool", False, reason, way_out)
+    fetched, mini = select(config, "data.gen_batch_size"), int(select(config, f"{ACTOR}.ppo_mini_batch_size"))
+    if fetched is not None and int(fetched) % mini:
+        reason = f"RayPPOTrainer makes a step of each fetch, which does not divide into mini-batches of {mini} prompts"
+        yield refuse("data.gen_batch_size", fetched, reason, f"leave it null, or use a multiple of {mini}")
     warmup = int(select(config, "trainer.critic_warmup", 0))
     if warmup:
         reason = "without a critic these steps sample, and train nothing"
