@@ -23,7 +23,7 @@ from verl.workers.utils import losses
 
 from verl_dppo.training.data_proto import ROW, WEIGHT
 from verl_dppo.training.loss import BATCH_NUM_TOKENS, GLOBAL_BATCH_SIZE, dppo_loss
-from verl_dppo.training.ray_trainer import DPPORayPPOTrainer
+from verl_dppo.training.ray_trainer import PROMPT, DPPORayPPOTrainer
 
 COMPLETION = "completion"
 """Column of these tests: (rows, 2) candidate and place in its group of each row."""
@@ -124,6 +124,7 @@ class RayRun(Run):
             mask[i, :length], log_probs[i, :length] = one.mask, one.columns["rollout_log_probs"]
             scores.append(torch.zeros(response))
             scores[-1][length - 1] = one.reward  # of an empty response at the end of the padding, as in verl
+        submitted = list(dict.fromkeys(c for c, _ in rows))
         ids = torch.arange(len(rows))[:, None] + torch.arange(sum(WIDTHS))
         columns = {
             "prompts": ids[:, :prompt],
@@ -135,6 +136,7 @@ class RayRun(Run):
             "rm_scores": torch.stack(scores),
             "rollout_log_probs": log_probs,
             COMPLETION: torch.tensor(rows),
+            PROMPT: torch.tensor([submitted.index(c) for c, _ in rows]),
         }
         objects = {
             "uid": np.array([f"uid of {c}" for c, _ in rows], dtype=object),

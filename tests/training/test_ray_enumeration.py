@@ -76,6 +76,7 @@ def test_with_prompts_pruned_too_it_is_that_of_all_candidates(name, steps, terms
 def advantage_of_survivors(monkeypatch):
     use = DPPORayPPOTrainer._use_estimator
     monkeypatch.setattr(DPPORayPPOTrainer, "_use_estimator", lambda trainer, pruned: use(trainer, pruned=False))
+    monkeypatch.setattr(DPPORayPPOTrainer, "_check_advantages", lambda trainer, batch: None)
 
 
 def change_pruned(monkeypatch, change):

@@ -72,7 +72,6 @@ def test_a_plain_run_is_let_through():
         (["algorithm.dppo.packing.window=0"], r"algorithm\.dppo\.packing\.window=0 is refused"),
         (["algorithm.dppo.balance.cost=seconds"], r"algorithm\.dppo\.balance\.cost=seconds is refused.*tokens"),
         (["+algorithm.dppo.preset=paper"], r"algorithm\.dppo\.preset=paper is refused: not built yet"),
-        (["trainer.use_v1=false"], r"trainer\.use_v1=False is refused: .*plain GRPO.*leave it true"),
         (["trainer.v1.trainer_mode=sync"], r"trainer_mode=sync is refused.*plain GRPO"),
         (["trainer.v1.trainer_mode=colocate_async"], r"trainer_mode=colocate_async is refused"),
         (["actor_rollout_ref.rollout.n=1"], r"rollout\.n=1 is refused.*at least 2"),
@@ -301,7 +300,6 @@ def test_the_real_command_ends_before_ray_starts():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.use_v1=false"], r"trainer\.use_v1=False is refused"),
         (["trainer.v1.trainer_mode=sync"], r"trainer_mode=sync is refused"),
         (["+trainer.v1.sync.parameter_sync_step=2"], r"sync\.parameter_sync_step=2 is refused"),
         (["critic.enable=true"], r"critic\.enable=True is refused: .*orders.*set critic\.enable=false"),
