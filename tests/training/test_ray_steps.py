@@ -1,14 +1,18 @@
 """What a step of DPPORayPPOTrainer leaves behind, and what it does not let pass."""
 
+
 import numpy as np
 import pytest
 import torch
 from training.ray_run import COMPLETION, RayRun, run_of_completions
+from training.test_two_levels import CELLS
+from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl.workers.utils import losses
 
 from verl_dppo.training.data_proto import MINI_BATCH, ROW, WEIGHT
 from verl_dppo.training.loss import dppo_loss
+from verl_dppo.training.ray_trainer import PROMPT
 
 NO_ORDER = (
     "algorithm.dppo.packing.enable=false",
@@ -173,3 +177,86 @@ def test_a_new_trainer_knows_nothing_of_the_groups_of_an_earlier_one():
     second = run_of()
     with pytest.raises(RuntimeError, match="no full-group statistics"):
         second.advantage(batch, second.config.algorithm.adv_estimator)
+
+
+def test_advantages_of_what_is_left_of_the_groups_are_not_trained_on():
+    run = run_of()
+    batch, _ = run.until_update(begin(run))
+    batch = run.advantage(batch, "grpo")
+    with pytest.raises(RuntimeError, match=r"advantages at the update are not those of the full groups.*is dppo in"):
+        run.trainer._update_actor(batch)
+    assert not run.worker.gradients
+
+
+def test_advantages_that_are_changed_in_place_stop_the_step():
+    run = run_of()
+    batch, _ = run.until_update(begin(run))
+    batch.batch["advantages"] *= 2
+    with pytest.raises(RuntimeError, match="not those of the full groups"):
+        run.trainer._update_actor(batch)
+
+
+def test_rows_reordered_between_the_advantage_and_the_update_stop_the_step():
+    run = run_of()
+    batch, _ = run.until_update(begin(run))
+    reverse(batch)
+    with pytest.raises(RuntimeError, match=r"not those of the full groups.*on the rows as they are"):
+        run.trainer._update_actor(batch)
+
+
+def test_rewards_that_are_shaped_after_the_draw_stop_the_step():
+    def shape(batch):
+        batch.batch["rm_scores"] = batch.batch["rm_scores"] * 2
+
+    run = run_of()
+    with pytest.raises(RuntimeError, match=r"rewards are not those that DPPO pruned.*before `_balance_batch`"):
+        run.until_update(begin(run), shape)
+
+
+def test_rewards_that_are_shaped_before_the_draw_are_what_is_pruned_by():
+    run = run_of()
+    given = begin(run)
+    given.batch["rm_scores"] = given.batch["rm_scores"] * 2 - given.batch["response_mask"] * 0.1
+    full = DataProto(given.batch.clone(), dict(given.non_tensor_batch))
+    full.batch["token_level_rewards"] = full.batch["rm_scores"]
+    expected = run.advantage(full, "grpo").batch["advantages"]
+    batch, _ = run.until_update(given)
+    drawn = batch.batch[ROW] >= 0
+    assert torch.equal(batch.batch["advantages"][drawn], expected[batch.batch[ROW][drawn]])
+    assert not torch.allclose(expected, stock_advantages(run), atol=1e-2)
+
+
+# ---- which prompt a row belongs to ----------------------------------------------------------------------------------
+
+
+def drawn_run():
+    """Return a run that drew prompts of different weights for its next step, and the rows of their rollouts."""
+    run, rng = RayRun(CELLS["refill, some rows alike"][0]), np.random.default_rng(3)
+    node = run.start()
+    for number in range(1, 5):
+        drawn = run.draw(node, number, rng)
+        made = drawn.node.level.submission
+        if len(set(made.pi)) > 1:
+            return run, made, list(drawn.row_of_key.values())
+        node = run.update(drawn, rng).node
+    raise AssertionError("all prompts had the same weight")
+
+
+def test_a_group_that_was_lost_leaves_the_other_groups_their_own_prompt_weights():
+    """A recipe may drop rollouts that failed: by their place in the batch, the rest would get their neighbours'."""
+    run, made, rows = drawn_run()
+    groups, n = len(made.pi), run.cell.n
+    assert groups == 2
+    assert made.pi[0] != made.pi[1]
+    batch = run.proto(rows).select_idxs(np.arange(n, groups * n))  # as if the first group had failed
+    run.trainer._balance_batch(batch, {})
+    assert run.trainer._step.plan.weight == pytest.approx(np.full(n, 1 / made.pi[1]))
+
+
+def test_a_batch_without_the_numbers_of_its_prompts_stops_the_step():
+    run, _, rows = drawn_run()
+    batch = run.proto(rows)
+    assert batch.batch[PROMPT].tolist() == np.repeat([0, 1], run.cell.n).tolist()
+    batch.batch.pop(PROMPT)
+    with pytest.raises(RuntimeError, match=r"lost its column 'dppo_prompt'.*dppo\.prompt\.enable=false"):
+        run.trainer._balance_batch(batch, {})

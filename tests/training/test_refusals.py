@@ -10,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf, open_dict
+from verl.trainer.ppo.core_algos import AdvantageEstimator
 
 from verl_dppo import plugin
 from verl_dppo.settings import PackingSettings, RefusedSettingError
@@ -18,6 +19,7 @@ from verl_dppo.training.passes import (
     REFERENCE_LOG_PROB,
     UPDATE,
     Pass,
+    base_estimator,
     data_parallel_ranks,
     passes,
     rows_multiple,
@@ -282,12 +284,135 @@ def test_rows_are_counted_in_ranks_and_fixed_micro_batches():
     assert rows_multiple(fixed) == 8 * 12
 
 
-def test_the_real_command_ends_before_ray_starts():
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *RUN, "algorithm.use_kl_in_reward=true"]
+def command(*overrides):
+    asked = [sys.executable, "-m", "verl.trainer.main_ppo", *RUN, *overrides]
     env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
+    return subprocess.run(asked, capture_output=True, text=True, env=env, timeout=180)
+
+
+def test_the_real_command_ends_before_ray_starts():
+    result = command("algorithm.use_kl_in_reward=true")
     assert result.returncode == 1
     assert "algorithm=dppo will not start this run:\nalgorithm.use_kl_in_reward=True is refused" in result.stderr
+    assert "ray init kwargs" not in result.stdout
+
+
+# ---- RayPPOTrainer --------------------------------------------------------------------------------------------------
+
+CLASSIC = "trainer.use_v1=false"
+REWARD_MODEL = "reward.reward_model"
+
+
+def test_a_plain_run_of_ray_ppo_trainer_is_let_through():
+    assert check_run(config(CLASSIC)).prunes_prompts
+
+
+@pytest.mark.parametrize("off", [(), NO_PRUNING])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.balance_batch=false"], r"trainer\.balance_batch=False is refused: .*hands out.*set it to true"),
+        (["trainer.critic_warmup=2"], r"trainer\.critic_warmup=2 is refused: .*train nothing.*leave it at 0"),
+        (["algorithm.adv_estimator=gae"], r"adv_estimator=gae is refused: .*critic"),
+        (["critic.enable=true"], r"critic\.enable=True is refused"),
+        (
+            ["algorithm.filter_groups.enable=true"],
+            r"filter_groups\.enable=True is refused: .*no dynamic sampling.*use_v1=true",
+        ),
+        (
+            [f"{REWARD_MODEL}.enable=true"],
+            r"enable_resource_pool=False is refused: .*after RayPPOTrainer has balanced.*enable_resource_pool=true",
+        ),
+        (["data.gen_batch_size=40"], r"data\.gen_batch_size=40 is refused: .*mini-batches of 32.*multiple of 32"),
+        (
+            ["algorithm.dppo.base_estimator=rloo"],
+            r"dppo\.base_estimator=rloo is refused: algorithm\.adv_estimator=grpo names another one.*leave it null",
+        ),
+        ([f"{ACTOR}.shuffle=true"], r"shuffle=True is refused"),
+    ],
+)
+def test_what_ray_ppo_trainer_would_train_wrongly_is_refused(overrides, message, off):
+    with pytest.raises(RefusedSettingError, match=message) as refusal:
+        check_run(config(CLASSIC, *off, *overrides))
+    assert "Way out:" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{REWARD_MODEL}.enable=true", f"{REWARD_MODEL}.enable_resource_pool=true"],
+        ["algorithm.adv_estimator=dppo"],
+        ["algorithm.adv_estimator=dppo", "algorithm.dppo.base_estimator=rloo"],
+        ["algorithm.adv_estimator=rloo", "algorithm.dppo.base_estimator=rloo"],
+        ["trainer.v1.trainer_mode=sync"],
+        ["+trainer.v1.sync.parameter_sync_step=2"],
+        ["skip.rollout_tq.enable=true"],
+    ],
+)
+def test_what_ray_ppo_trainer_takes_or_never_looks_at_is_let_through(overrides):
+    check_run(config(CLASSIC, *overrides))
+
+
+@pytest.mark.parametrize("base", ["gae", "reinforce_plus_plus_baseline", "dppo"])
+def test_a_base_estimator_must_be_exact_too(base):
+    asked = ("algorithm.adv_estimator=dppo", f"algorithm.dppo.base_estimator={base}")
+    with pytest.raises(RefusedSettingError, match=rf"adv_estimator={base} is refused.*use one of grpo"):
+        check_run(config(CLASSIC, *asked))
+
+
+def test_an_estimator_given_as_verls_enum_is_that_estimator():
+    run = config(CLASSIC)
+    for estimator in (AdvantageEstimator.RLOO, AdvantageEstimator.GRPO):
+        run.algorithm.adv_estimator = estimator
+        assert check_run(run).prunes
+        assert base_estimator(run) == estimator.value
+    run.algorithm.adv_estimator = AdvantageEstimator.GRPO_PASSK
+    with pytest.raises(RefusedSettingError, match=r"adv_estimator=grpo_passk is refused"):
+        check_run(run)
+
+
+def test_the_recorded_estimator_is_refused_where_verls_v1_trainer_would_not_read_it():
+    with pytest.raises(RefusedSettingError, match=r"dppo\.base_estimator=rloo is refused: the v1 trainer takes"):
+        check_run(config("algorithm.dppo.base_estimator=rloo"))
+
+
+def test_which_trainer_is_checked_for_can_be_said():
+    """A recipe builds its trainer whatever `trainer.use_v1` says."""
+    unbalanced = config("trainer.balance_batch=false")
+    check_run(unbalanced)
+    with pytest.raises(RefusedSettingError, match=r"balance_batch=False is refused"):
+        check_run(unbalanced, uses_v1=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["skip.rollout.enable=true"], r"skip\.rollout\.enable=True is refused: rollouts from a file"),
+        (["data.gen_batch_size=32"], r"data\.gen_batch_size=32 is refused: a step draws all its prompts at once"),
+        (["algorithm.adv_estimator=gpg"], r"adv_estimator=gpg is refused: .*count over the whole batch"),
+        (
+            ["algorithm.dppo.prompt.schedule=shrink", f"{ROLLOUT}.agent.num_workers=3"],
+            r"schedule=shrink is refused: kept completions come in multiples of 16, .*over 3 workers.*divisor of 16",
+        ),
+    ],
+)
+def test_what_ray_ppo_trainer_cannot_skip_prompts_with_is_let_through_where_it_does_not(overrides, message):
+    with pytest.raises(RefusedSettingError, match=message) as refusal:
+        check_run(config(CLASSIC, *overrides))
+    assert len(str(refusal.value).splitlines()) == 1
+    assert not check_run(config(CLASSIC, *overrides, "algorithm.dppo.prompt.enable=false")).prunes_prompts
+
+
+def test_shrinking_batches_are_let_through_where_agent_loop_workers_divide_them():
+    shrink = "algorithm.dppo.prompt.schedule=shrink"
+    check_run(config(CLASSIC, shrink, f"{ROLLOUT}.agent.num_workers=16"))
+    check_run(config(shrink, f"{ROLLOUT}.agent.num_workers=3"))
+
+
+def test_the_real_command_ends_before_ray_starts_on_ray_ppo_trainer_too():
+    result = command(CLASSIC, "trainer.balance_batch=false")
+    assert result.returncode == 1
+    assert "algorithm=dppo will not start this run:\ntrainer.balance_batch=False is refused" in result.stderr
     assert "ray init kwargs" not in result.stdout
 
 

@@ -98,7 +98,7 @@ def compute_dppo_advantage(
                 "before `_balance_batch`, where whole groups are there, e.g. in the reward function"
             )
         advantage = advantage.to(token_level_rewards.device, _float_like(token_level_rewards))
-        return advantage, advantage.clone()
+        return advantage.clone(), advantage.clone()
     # Idle rows, which fill a mini-batch up, are in nobody's group and have no token.
     counted = response_mask.any(-1).tolist()
     unseen = [group for group, counts in zip(index, counted, strict=True) if counts and group not in _full_groups]
