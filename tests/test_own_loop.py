@@ -360,7 +360,7 @@ def test_trl_trains_on_fewer_rows_in_as_many_optimiser_steps(tmp_path):
 
 
 def test_what_is_kept_of_a_step_is_spread_evenly_over_its_micro_batches(tmp_path):
-    """Four of eight rows have a gradient: they are one row for each of four micro-batches, wherever TRL had put them."""
+    """Four of eight rows have a gradient: one row for each of four micro-batches, wherever TRL had put them."""
     trainer = trainer_of(trl_grpo.PrunedGRPOTrainer, configuration(tmp_path, per_step=4), keep=1.0)
     generation = recorded(trainer)
     generation["advantages"][4:] = 0

@@ -1,6 +1,5 @@
 """What a step of DPPORayPPOTrainer leaves behind, and what it does not let pass."""
 
-
 import numpy as np
 import pytest
 import torch
