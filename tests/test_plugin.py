@@ -47,6 +47,27 @@ get_trainer_cls("dppo")
     assert "Unknown trainer 'dppo'" in result.stderr
 
 
+NAMED = """
+import sys
+import verl_dppo
+print([module for module in ("torch", "verl", "ray") if module in sys.modules])
+from verl_dppo import DPPORayPPOTrainer, DPPOTrainer, dppo_loss, prune_data_proto
+print(*(named.__module__ for named in (DPPORayPPOTrainer, DPPOTrainer, dppo_loss, prune_data_proto)))
+try:
+    verl_dppo.DPPOTrainr
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_the_public_names_are_imported_when_they_are_asked_for():
+    light, modules, error = python(NAMED).stdout.splitlines()
+    assert light == "[]"
+    named = ("ray_trainer", "trainer", "loss", "data_proto")
+    assert modules.split() == [f"verl_dppo.training.{name}" for name in named]
+    assert error == "module 'verl_dppo' has no attribute 'DPPOTrainr'"
+
+
 def check(**environment):
     env = {**os.environ, **environment}
     command = [sys.executable, "-c", "import sys; from verl_dppo.cli import main; sys.exit(main(['check']))"]
@@ -57,6 +78,7 @@ def test_check_names_what_is_registered_and_in_which_versions():
     result = check()
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ok    trainer.v1.trainer_mode=dppo: verl_dppo.training.trainer.DPPOTrainer" in result.stdout
+    assert "ok    trainer.use_v1=false: verl_dppo.training.ray_trainer.DPPORayPPOTrainer" in result.stdout
     assert "ok    algorithm=dppo: dppo, dppo_dapo, dppo_dr_grpo, dppo_gspo, dppo_rloo compose" in result.stdout
     assert "\nverl 0.9" in result.stdout
 
@@ -71,3 +93,4 @@ def test_check_says_why_it_is_not_registered(policy):
     assert result.returncode == 1
     assert f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading it" in result.stdout
     assert "FAIL  trainer.v1.trainer_mode=dppo: ValueError: Unknown trainer 'dppo'" in result.stdout
+    assert "FAIL  trainer.use_v1=false: RuntimeError: verl's task runner would build its own RayPPO" in result.stdout

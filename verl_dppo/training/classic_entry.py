@@ -4,6 +4,7 @@ verl names that class in the code of its task runner and has no registry for it.
 with the globals that its code names, so that the name must be bound anew there, before the runner is sent off.
 """
 
+import dis
 import inspect
 from types import ModuleType
 from typing import Any
@@ -43,7 +44,8 @@ def install(main_ppo_v0: ModuleType) -> None:
         raise RuntimeError(f"{main_ppo_v0.__name__}.{NAME} is {bound}, not verl's own class")
     # Ray wraps methods to trace them.
     run = inspect.unwrap(main_ppo_v0.TaskRunner.__ray_metadata__.modified_class.run)
-    if NAME not in run.__code__.co_names or run.__globals__ is not vars(main_ppo_v0):
+    looked_up = any(step.opname == "LOAD_GLOBAL" and step.argval == NAME for step in dis.get_instructions(run))
+    if not looked_up or run.__globals__ is not vars(main_ppo_v0):
         raise RuntimeError(f"the task runner of {main_ppo_v0.__name__} does not look {NAME} up in its module")
     setattr(main_ppo_v0, NAME, ChosenRayPPOTrainer)
 
