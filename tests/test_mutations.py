@@ -35,6 +35,10 @@ BOTH_LEVELS = (
     "test_with_both_levels_pruned_the_expected_gradient_is_that_of_all_candidates[refill-beta]"
 )
 FULL_GROUPS = "tests/training/test_advantage.py::test_survivors_keep_the_advantage_of_the_full_group"
+RAY_TRAINER = (
+    "tests/training/test_ray_enumeration.py::"
+    "test_the_expected_gradient_of_each_mini_batch_is_that_of_the_full_batch[2-grpo]"
+)
 
 MUTATIONS = {
     "the weight on KL": Mutation(
@@ -87,6 +91,24 @@ MUTATIONS = {
         '            "advantages": nested,\n            "returns": nested.clone(),\n',
         "",
         WHAT_ARRIVES,
+    ),
+    "the weights, on RayPPOTrainer": Mutation(
+        "verl_dppo/training/data_proto.py",
+        "np.concatenate([plan.weight[plan.kept], np.zeros(idle)])",
+        "np.concatenate([(plan.weight[plan.kept] > 0) * 1.0, np.zeros(idle)])",
+        RAY_TRAINER,
+    ),
+    "full-group advantages, on RayPPOTrainer": Mutation(
+        "verl_dppo/training/ray_trainer.py",
+        "            self._use_estimator(pruned=step is not None)\n",
+        "            self._check_advantages = lambda batch: None\n            self._use_estimator(pruned=False)\n",
+        RAY_TRAINER,
+    ),
+    "the un-pruned token count, on RayPPOTrainer": Mutation(
+        "verl_dppo/training/ray_trainer.py",
+        "torch.tensor(step.tokens[mini_batch], dtype=torch.float64)",
+        'torch.bincount(kept.batch[MINI_BATCH], kept.batch["response_mask"].sum(1).double())[mini_batch]',
+        RAY_TRAINER,
     ),
     "the exact m/(m-k)": Mutation(
         "verl_dppo/pruning/plan.py", "weight[d] = 1 / pi[d]", "weight[d] = 1 / target_pi[d]", EXACT_WEIGHTS
